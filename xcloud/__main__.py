@@ -78,6 +78,7 @@ COMMANDS = {row.example.split()[0]: row for row in ROWS}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     # Before torch is imported: its C++ code warns of what is no fault (a host without a name).
+    # The same for a call from Python, which has prepared itself.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if arguments is None:  # a process of its own
         prepare_process()
@@ -91,6 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         from xcloud.base.wording import meant  # which takes a while
 
+        # "train_tokenizer" is near "train-tokenizer" only once it is written alike.
         hint = meant(name.replace("_", "-"), known=[*COMMANDS])
         say(f"xcloud: unknown command {name!r}{hint}\n\n{overview()}", error=True)
         return 2
@@ -99,6 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if module.startswith(OF_A_CLONE):
             from xcloud.base.project import checkout
 
+            # Folders of a clone are no packages of the wheel, so they are found by path.
             sys.path.insert(
                 0, str(checkout(f"`xcloud {name}` works on its claims.toml and records"))
             )
@@ -106,6 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             module = f"xcloud.{module}"
         return int(getattr(importlib.import_module(module), function)(rest) or 0)
     except (XcloudError, OSError) as error:
+        # An OSError without a file is a fault of the program, of which the traceback tells more.
         if isinstance(error, OSError) and error.filename is None:
             raise
         say(f"xcloud: {error}", error=True)

@@ -94,7 +94,9 @@ def run(experiment: str, *settings: str, folder: str | Path | None = None) -> Re
     settings cannot run, and RunFailed, naming the first cause, if the run fails. Ctrl+C saves the
     step under way and raises KeyboardInterrupt.
     """
+    # Composed in this process, as by a command line; nothing has started yet.
     asked = Settings.of(composed([f"+exp={experiment}", *settings], conf_dir()))
+    # Microseconds: two runs may begin in one second.
     run_dir = Path(folder) if folder else Path("outputs", f"{datetime.now():%Y-%m-%d/%H-%M-%S-%f}")
     chosen = with_plan(asked, run_dir)
     if chosen is None:
@@ -144,11 +146,13 @@ def sweep(
     chosen = LauncherSettings(parallel=parallel, also=also)
     folder = Path("multirun", name or f"{datetime.now():%Y-%m-%d_%H-%M-%S-%f}").absolute()
     points = with_also(grid([f"+exp={experiment}", *settings]), also=also or {})
+    # The call itself is what to type to go on with a sweep that was interrupted.
     words = [json.dumps(word, ensure_ascii=False) for word in (experiment, *settings)]
     words.append(f'name="{folder.name}"')
     if also is not None:
         words.append(f"also={dict(also)!r}")
     if parallel > 1:
+        # Only what differs from the defaults.
         words.append(f"parallel={parallel}")
     one = Sweep(
         name=folder.name,
@@ -157,6 +161,7 @@ def sweep(
         processes=Processes(parallel),
         again=f"xcloud.sweep({', '.join(words)})",
     )
+    # run() says itself what is wrong; here its code becomes an exception.
     code = one.run(points, Composer.of(conf_dir()))
     if code == REFUSED:
         raise ConfigError("the sweep is refused; the reasons stand above")

@@ -48,10 +48,12 @@ def main(words: Sequence[str]) -> None:
 
     1: failed. 75: stopped, start it again (EX_TEMPFAIL). 130: interrupted.
     """
+    # A resume composes nothing: its settings are those of the run's own file.
     if any(word.startswith(RESUME) for word in words):
         with exit_codes():
             resume(words)
         sys.exit()
+    # Hydra completes words in a shell and reads them as it likes.
     if not {*COMPLETION_FLAGS}.isdisjoint(words):  # its words are Hydra's, and no settings
         sys.argv[1:] = words
         run_composed()
@@ -65,6 +67,8 @@ def main(words: Sequence[str]) -> None:
         sys.argv[1:] = [*flags, *known, *options]  # argparse knows flags at either end only
         run_composed()
     except (HydraException, OmegaConfBaseException) as error:
+        # Until Hydra has composed, an error of its is about the user's words; after that it is
+        # ours.
         if composed:
             raise
         from xcloud.job.given import explained
@@ -88,6 +92,7 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
     options: list[str] = []
     for before, word in pairwise(["", *words]):
         is_option = word.startswith("-") or before in FLAGS_WITH_A_VALUE
+        # A flag's value looks like any other word, so the word before it decides.
         (options if is_option else overrides).append(word)
     return overrides, options
 
@@ -95,6 +100,7 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
 def own_folders(options: Sequence[str]) -> list[Path]:
     """Return the folders of options that flags of Hydra name beside conf/."""
     found: list[Path] = []
+    # --config-dir=DIR or --config-dir DIR.
     for flag, value in pairwise([*options, ""]):
         name, is_joined, joined = flag.partition("=")
         if name in FOLDER_FLAGS:
@@ -112,6 +118,7 @@ def exit_codes() -> Iterator[None]:
     try:
         yield
     except (XcloudError, OSError) as error:
+        # An OSError without a file is a fault of the program, of which the traceback tells more.
         if isinstance(error, OSError) and not error.filename:
             raise
         for line in str(error).splitlines():
@@ -141,11 +148,13 @@ def run_composed(config: DictConfig) -> float | None:
         from xcloud.launch.local import run
         from xcloud.record.summary import main_score
 
+        # check_can_go_on: a point that was interrupted goes on where it was.
         # Hydra's own launcher; ours starts a process for each point (xcloud/study/runner.py).
         summary = run(Settings.of(config), run_dir, resumes=check_can_go_on, more_follows=True)
         return main_score(summary)
     with exit_codes():
         chosen = with_plan(Settings.of(config), run_dir)
+        # None: the plans were to be shown and nothing is run.
         if chosen is not None:  # else it was only to be shown
             carry_out(chosen, run_dir)
     return None
@@ -154,6 +163,7 @@ def run_composed(config: DictConfig) -> float | None:
 def with_plan(settings: Settings, run_dir: Path) -> Settings | None:
     """Return the settings with the best plan put in, if `plan` asks for one; None if the plans
     were only to be shown."""
+    # Planning imports the simulator and torch, which most runs do not need here.
     if settings.job.plan is None:
         return settings
     from xcloud.planner.planning import planned
@@ -168,6 +178,7 @@ def resume(words: Sequence[str]) -> None:
     from xcloud.job.given import resumed
 
     asked = [word for word in words if word.startswith(RESUME)]
+    # What is left are changed settings.
     overrides = [word for word in words if word not in (*asked, ANEW)]
     if len(asked) > 1 or any(word.startswith("-") for word in overrides):
         raise ConfigError(f"to resume a run: {run_command()} resume=FOLDER [key=value ...]")
@@ -189,15 +200,19 @@ def carry_out(
     from xcloud.base.errors import ConfigError
     from xcloud.launch.local import run
 
+    # Composed before the first run starts, so that a mistake in it does not cost that run.
     following = None
     if settings.plain.get("follow_up"):
         from xcloud.job.given import compose_follow_up
 
+        # resumes is None for an experiment that was composed here, which may follow up as it
+        # likes.
         following = compose_follow_up(
             settings, conf_dir=conf_dir(), run_dir=run_dir, own=resumes is None
         )
     if has_more:
         run(settings, run_dir, resumes=resumes, more_follows=following is not None)
+    # Finished, and nothing follows: only more steps would give it something to do.
     elif following is None:
         raise ConfigError(
             f"the run in {run_dir} has finished; to train it longer give training.max_steps=N"

@@ -31,10 +31,14 @@ class Experiment(PipelineJob):
     """
 
     def __post_init__(self) -> None:
+        # A frozen object is completed here, before anybody else sees it.
         object.__setattr__(self, "cluster", self.strategy.arrange(self.cluster))
+        # A feature may change settings that it needs otherwise; each sees what those before it
+        # have made.
         for feature in self.features:
             for name, value in feature.adjusted(self).items():
                 object.__setattr__(self, name, value)
+        # Behind the features, which may change the schedule.
         micro_batches = self.schedule.num_micro_batches
         min_count = self.cluster.min_micro_batches()
         if micro_batches < min_count:
@@ -43,6 +47,7 @@ class Experiment(PipelineJob):
                 f"{self.strategy.name} {min_count} ranks of this cluster hold the same stage, and "
                 f"each needs a micro-batch; set it to at least {min_count}"
             )
+        # Each micro-batch needs a sample.
         if self.training.batch_size < self.num_pieces:
             raise ConfigError(
                 f"training.batch_size is {self.training.batch_size}, too few for "
@@ -51,6 +56,8 @@ class Experiment(PipelineJob):
             )
         layout = self.cluster
         layout.check_lines()
+        # Averages of some compressors cannot be made; asked only where there is something to
+        # average.
         if layout.num_replicas > 1:
             _ = self.compression.averaged.averaging_choice.label  # raises for one that cannot be
         if self.compression.boundaries:
@@ -58,6 +65,7 @@ class Experiment(PipelineJob):
         needs.check_text_is_read(self)
         if self.security.holders or self.security.weights:
             self.security.check(tuple(layout.clouds), self.held_by)
+        # Needs of settings that are no features.
         for use in (needs.SEALED, needs.MAILBOX, *needs.DEFENCES):
             use.check(self)
         for feature in self.features:
@@ -78,10 +86,14 @@ class Experiment(PipelineJob):
         security = self.security
         strategy = self.strategy.label if self.strategy.averaging is not None else ""
         in_force = self._compression_in_force
+        # A defence acts where a message leaves the cloud of the data; with all of it in one cloud
+        # it does nothing.
         boundaries = product(range(self.cluster.num_stages - 1), range(self.cluster.num_replicas))
         acts = any(self.defences_at(stage, replica) for stage, replica in boundaries)
         compression = in_force
         defences = security.defences_label if any(security.defences.values()) else ""
+        # What was chosen is said even where it does not act: two runs that differ only in it are
+        # equal.
         if in_force == "off" and not self.compression.is_identity:
             compression += (
                 f" (no boundary between clouds, so {self.compression.label} does not act)"
@@ -96,6 +108,7 @@ class Experiment(PipelineJob):
             described.append(f"defences: {defences}")
         described += filter(None, (feature.describe(self) for feature in self.features))
         defences_in_force = "none"
+        # Named in tables as what was in force.
         if any(security.defences.values()):
             defences_in_force = security.defences_label if acts else "off"
         trained = getattr(self.model, "variant", "")
@@ -115,6 +128,8 @@ class Experiment(PipelineJob):
         compression = self.compression
         if not layout.crosses_clouds:
             return "off"
+        # Boundaries first: what replicas average is compressed as well, and is named only where it
+        # is all that crosses.
         if any(layout.leaves_cloud(stage) for stage in range(layout.num_stages - 1)):
             if compression.is_identity:
                 return "none"
@@ -143,9 +158,12 @@ class Experiment(PipelineJob):
         everyone = super().roster.essential
         layout = self.cluster
         traits = self.strategy.traits
+        # The first rank of each replica's last stage knows its losses; of the first replica alone
+        # the quality is scored.
         leads = [ranks[0] for ranks in layout.replicas_of(layout.num_stages - 1)]
         may_report = {"loss": frozenset(leads), "quality": frozenset(leads[:1])}
         is_elastic = traits.is_elastic and layout.num_replicas > 1
+        # Merging goes through the first cloud, which has the state of all.
         first = frozenset(layout.ranks_in(layout.stage_cloud(0)))
         saving = first if is_elastic else everyone
         return Roster(
@@ -160,6 +178,7 @@ class Experiment(PipelineJob):
         traits = self.strategy.traits
         if not traits.trains_locally or self.cluster.num_replicas < 2:
             return None
+        # The end of the run merges, whatever `every` says.
         return min(self.max_steps, traits.next_merge(step))
 
     @property
@@ -176,6 +195,7 @@ class Experiment(PipelineJob):
 
         Raises ConfigError for a cut that the model cannot have.
         """
+        # A task may say what its model must give, such as a span.
         asked = getattr(self.task, "answers", None)
         given = getattr(self.model, "output", None)
         if asked and given and asked != given:
@@ -184,6 +204,7 @@ class Experiment(PipelineJob):
             )
         self.task.check()
         check_checkpoints(self.model)
+        # Only models that are read from files have this.
         check_files = getattr(self.model, "check_files", None)
         if check_files is not None:
             check_files(self.cluster.num_stages, self.task.max_length)
@@ -197,6 +218,7 @@ class Experiment(PipelineJob):
         stages = self.cluster.clouds[cloud].stages or ()
         num_stages = self.cluster.num_stages
         model = self.model
+        # Other models can be trained; rules on their weights can't be checked.
         if not isinstance(model, ModelOfParts):
             raise ConfigError(
                 f"rules on weights name parts of a model, and {model!r} has no method `parts`, "

@@ -48,6 +48,8 @@ def all_features() -> Sequence[Feature]:
     from xcloud.features.until.feature import RunUntil
     from xcloud.features.weight_patches.feature import WeightPatches
 
+    # The order counts: a hook sees what those before it have changed, and whether the run ends is
+    # asked last.
     return (
         LeakMeasurement(),
         ReplicaAveraging(),

@@ -36,6 +36,7 @@ class OfJob(AutopilotSetting):
 OUTCOMES: Mapping[str, Outcome] = {
     place + name: mark
     for place, kind in {"training.": OfTraining, "security.": OfSecurity, "": OfJob}.items()
+    # get_type_hints keeps the marks that a bare annotation hides.
     for name, hint in get_type_hints(kind, include_extras=True).items()
     for mark in getattr(hint, "__metadata__", ())
     if isinstance(mark, Outcome)

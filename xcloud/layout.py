@@ -87,8 +87,10 @@ class Layout(ABC):
 
         pairs: pairs of clouds that have a link.
         """
+        # Each pair once, whichever way round.
         pairs = sorted({(min(pair), max(pair)) for pair in pairs})
         for key in self.links:
+            # Names may hold a dash: "a-b-c" could be a-b and c, or a and b-c.
             meant = [(a, b) for a, b in pairs if key in (f"{a}-{b}", f"{b}-{a}")]
             if not meant:
                 names = ", ".join(f"{a}-{b}" for a, b in pairs) or "none here"
@@ -156,6 +158,7 @@ class Layout(ABC):
 
     def wan_of(self, here: str, there: str) -> Wan:
         """Return the line between two clouds."""
+        # Either way round; the general line where a pair has none of its own.
         wan = self.links.get(f"{here}-{there}", self.links.get(f"{there}-{here}", self.wan))
         return _NAMED[wan] if isinstance(wan, str) else wan
 
@@ -173,6 +176,7 @@ class Layout(ABC):
         wan = self.wan_between(rank, peer)
         if wan is None:
             return overdue_after_s
+        # A slow line takes its time for so many bytes, which is no silence.
         return overdue_after_s + wan.allowance_s(num_bytes)
 
     def describe(self) -> str:
@@ -198,6 +202,7 @@ def host_and_port(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
+    # An IPv6 address without brackets has no end that could be told from its port.
     elif ":" in host:
         raise ValueError(address)
     if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) <= _MAX_PORT:
@@ -274,6 +279,7 @@ class Cloud:
 
     def __post_init__(self) -> None:
         if self.stages is not None:
+            # Compared and hashed, so a list would not do.
             object.__setattr__(self, "stages", tuple(self.stages))
 
     @property
@@ -311,6 +317,7 @@ class ClusterLayout(Layout):
         resolved: dict[str, Cloud] = {}
         held: dict[int, list[int]] = {}  # stages, by replica
         for name, cloud in self.clouds.items():
+            # A cloud without stages takes those of its position in its replica.
             position = sum(other.replica == cloud.replica for other in resolved.values())
             stages = (position,) if cloud.stages is None else tuple(cloud.stages)
             if cloud.one_stage_per_rank and cloud.num_ranks % len(stages):
@@ -320,6 +327,7 @@ class ClusterLayout(Layout):
                 )
             resolved[name] = replace(cloud, stages=stages)
             held.setdefault(cloud.replica, []).extend(stages)
+        # The object is frozen; stages are known only once all clouds are.
         object.__setattr__(self, "clouds", resolved)
         if sorted(held) != list(range(len(held))):
             raise ConfigError(
@@ -341,6 +349,7 @@ class ClusterLayout(Layout):
         cloud = self.clouds[name]
         if not cloud.addresses:
             return None
+        # A cloud of several machines has as many ranks on each.
         ranks_a_machine = cloud.num_ranks // len(cloud.addresses)
         machine, number = divmod(rank - self.ranks_in(name)[0], ranks_a_machine)
         host, port = host_and_port(cloud.addresses[machine])
@@ -350,6 +359,7 @@ class ClusterLayout(Layout):
         """Return which of two clouds listens, while the other dials: the one with an address, of
         two with one the first in cluster.clouds."""
         named = [name for name in self.clouds if name in (here, there)]
+        # Both ends must choose alike, so the order of the file decides.
         return next((name for name in named if self.clouds[name].addresses), named[0])
 
     def _check_addresses(self) -> None:
@@ -367,6 +377,7 @@ class ClusterLayout(Layout):
             check_machines(self.clouds[name].num_ranks, num_machines=len(addresses), where=where)
             for address in addresses:
                 port = _checked_address(where, address)
+                # Each rank listens at a port of its own, counted from the first.
                 last = port + self.clouds[name].num_ranks // len(addresses) - 1
                 if last > _MAX_PORT:
                     raise ConfigError(
@@ -385,6 +396,8 @@ class ClusterLayout(Layout):
             )
         if self.wan != "sealed":
             return
+        # Whoever waits for a message must not give up before the line is given up: its end is what
+        # can be mended.
         if self.reconnect_s >= self.liveness.overdue_after_s:
             raise ConfigError(
                 f"cluster.reconnect_s ({self.reconnect_s:g}) must be below "
@@ -397,6 +410,7 @@ class ClusterLayout(Layout):
         each cloud has its replica and its stages."""
         if self.wan != "sealed":
             return
+        # Only now are stages and replicas known, so which lines there are.
         relayed = [pair for pair in self.lines if self.is_relayed(*pair)]
         if self.relay is None and relayed:
             here, there = relayed[0]
@@ -429,9 +443,12 @@ class ClusterLayout(Layout):
         for replica in range(self.num_replicas):
             in_turn = [self.stage_cloud(stage, replica) for stage in stages]
             leader = self.cloud_of(self.leaders(replica)[0])
+            # Neighbouring stages, and both ends.
             found += [*pairwise(in_turn), (in_turn[0], in_turn[-1])]
+            # Sums of the norm go through the leader of the replica.
             found += [(leader, other) for other in in_turn]
         for stage in stages:
+            # The holders of a stage in all replicas average with each other.
             holders = [self.stage_cloud(stage, replica) for replica in range(self.num_replicas)]
             found += combinations(holders, 2)
         return [(here, there) for here, there in found if here != there]
@@ -455,6 +472,7 @@ class ClusterLayout(Layout):
         ranks = self.ranks_in(name)
         stages = tuple(cloud.stages or ())
         if cloud.one_stage_per_rank:
+            # Ranks are dealt to stages in order: the first ones to the first stage.
             per_stage = cloud.num_ranks // len(stages)
             stages = (stages[(rank - ranks[0]) // per_stage],)
         return Placement(rank, cloud=name, stages=stages, replica=cloud.replica)
@@ -478,6 +496,7 @@ class ClusterLayout(Layout):
 
     def owner(self, stage: int, micro_batch: int) -> int:
         """Return the rank that computes this micro-batch of this stage."""
+        # Micro-batches go to the replicas in turn, within one to the ranks of the stage.
         turn, replica = divmod(micro_batch, self.num_replicas)
         ranks = self.ranks_of(stage, replica=replica)
         return ranks[turn % len(ranks)]
@@ -502,6 +521,8 @@ class ClusterLayout(Layout):
     @property
     def lanes_in_step(self) -> int:
         """The number that micro-batches must be a multiple of, where ranks compute in step."""
+        # Ranks of a sharded stage exchange parameters in every micro-batch, so all of them need
+        # one at the same time.
         sharded = [cloud for cloud in self.clouds.values() if cloud.shard]
         held = [
             self.ranks_of(stage, replica=c.replica) for c in sharded for stage in c.stages or ()
@@ -511,6 +532,7 @@ class ClusterLayout(Layout):
     def rank_period(self, stage: int) -> int:
         """Return the period with which micro-batches meet the same ranks on both sides of the
         boundary after `stage`: i and i + rank_period do."""
+        # After the lcm both sides are back at the same pair of ranks.
         both = (*self.replicas_of(stage), *self.replicas_of(stage + 1))
         return self.num_replicas * math.lcm(*(len(ranks) for ranks in both))
 
@@ -533,6 +555,8 @@ class ClusterLayout(Layout):
     def min_micro_batches(self) -> int:
         """Return the number of micro-batches below which a rank has no work."""
         return max(
+            # The last rank of a stage gets its first micro-batch behind those of all ranks before
+            # it, in all replicas.
             (len(ranks) - 1) * self.num_replicas + replica + 1
             for stage in range(self.num_stages)
             for replica, ranks in enumerate(self.replicas_of(stage))

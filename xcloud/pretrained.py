@@ -58,12 +58,14 @@ def go_offline_if_unreachable() -> bool:
 
     They read HF_HUB_OFFLINE once, on import, hence the module attributes below.
     """
+    # Read on import, so it is changed in the modules as well as in the environment.
     from huggingface_hub import constants
 
     if not constants.HF_HUB_OFFLINE and _answers(constants.ENDPOINT):
         return True
     os.environ["HF_HUB_OFFLINE"] = "1"
     constants.HF_HUB_OFFLINE = True
+    # A library that is imported later reads the variable.
     if "datasets" in sys.modules:  # else it reads the variable on import
         sys.modules["datasets"].config.HF_HUB_OFFLINE = True
     return False
@@ -72,6 +74,7 @@ def go_offline_if_unreachable() -> bool:
 def _answers(url: str) -> bool:
     """urllib honours the same proxy settings as the hub libraries."""
     try:
+        # HEAD: a few bytes, whatever the page is.
         with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=TIMEOUT_S):
             return True
     except urllib.error.HTTPError:
@@ -90,6 +93,8 @@ class WeightFiles:
         self._shards: dict[str, str]
         folder = Path(name_or_path).expanduser()
         self._folder = folder if folder.is_dir() else None
+        # transformers applies an adapter without a word where peft is there, and another model
+        # would be compared.
         if (folder / ADAPTER).exists():
             raise DataError(
                 f"{folder} holds an adapter beside its weights ({ADAPTER}), which transformers "
@@ -98,15 +103,18 @@ class WeightFiles:
             )
         try:
             index = self._file(INDEX)
+        # Small checkpoints have a single file and no list.
         except DataError:  # one file then
             with safe_open(self._weights(WEIGHTS), "pt") as file:
                 self._shards = dict.fromkeys(file.keys(), WEIGHTS)
             return
         check_is_json(index)
         self._shards = read_json(index).get("weight_map", {})
+        # Names come from a file of a stranger: nothing outside of the folder may be opened.
         for name in {*self._shards.values()}:
             if not (isinstance(name, str) and re.fullmatch(r"\w[\w.-]*\.safetensors", name)):
                 raise DataError(f"{index}: weight_map names {name!r}, which is no file beside it")
+        # transformers would read the other set.
         if WEIGHTS not in self._shards.values() and (index.parent / WEIGHTS).exists():
             raise DataError(
                 f"{index.parent} holds two sets of weights, {WEIGHTS} (which transformers reads) "
@@ -123,6 +131,7 @@ class WeightFiles:
     def _weights(self, name: str) -> Path:
         """Return a file of tensors that is whole. Raises DataError."""
         path = self._file(name)
+        # A whole pass over the header, once for each file.
         if path not in self._checked:
             check_is_safetensors(path)
             self._checked.add(path)
@@ -131,6 +140,7 @@ class WeightFiles:
     def _file(self, name: str) -> Path:
         from transformers.utils.hub import cached_file
 
+        # Said here, as transformers would ask the hub for a file that a folder lacks.
         if self._folder is not None and not (self._folder / name).exists():
             raise DataError(
                 f"folder {self._folder} is not a complete checkpoint: it has no {name}"
@@ -146,12 +156,14 @@ class WeightFiles:
     def digests(self, cache_dir: Path) -> dict[str, str]:
         """Return the SHA-256 of each file of the whole checkpoint that is on this machine, where
         some shards may be missing, and of its config, by name."""
+        # Who wrote the checkpoint and with which version changes nothing of the network.
         config = {k: v for k, v in raw_config(self._name).items() if k not in _UNREAD_CONFIG}
         found = {
             "config.json": _sha256([json.dumps(config, sort_keys=True, default=str).encode()]),
             "list of weights": _sha256([json.dumps(self._shards, sort_keys=True).encode()]),
         }
         for name in sorted({*self._shards.values()}):
+            # Shards of stages that other clouds hold are not here.
             if (path := self._here(name)) is not None:
                 found[name] = kept_digest(path, cache_dir)
         return found
@@ -173,6 +185,7 @@ class WeightFiles:
         found = next((name for name in names if name in self._shards), None)
         if found is None:
             hint = ""
+            # A name that begins with a wrapper's is a checkpoint that was saved too far outside.
             for prefix, wrapper in WRAPPERS.items():
                 if any(f"{prefix}{name}" in self._shards for name in names):
                     hint = (
@@ -191,6 +204,7 @@ class WeightFiles:
                 continue
             check_is_safetensors(path)
             with safe_open(path, "pt") as opened:
+                # The header alone, of all tensors of this file at once.
                 for name in (name for name in names if self._shards[name] == file):
                     stored = opened.get_slice(name).get_dtype()
                     if stored not in FLOATS:
@@ -214,6 +228,7 @@ class WeightFiles:
         self.check_stored([name])
         with safe_open(path, "pt") as file:
             tensor: Tensor = file.get_tensor(name)
+        # The largest and the smallest value tell, without a second tensor of the same size.
         if tensor.numel() and not all(end.isfinite() for end in torch.aminmax(tensor)):
             num = int((~tensor.isfinite()).sum())
             values = "1 value that is" if num == 1 else f"{num:,} values that are"
@@ -237,10 +252,13 @@ def check_unread(name: str, unread: Iterable[str], num_blocks: int) -> list[str]
                 f"checkpoint {name!r} has {tensor}, which scales or packs other weights, and no "
                 "quantization_config that says how: give the checkpoint that it was made from"
             )
+        # Old buffers are computed by the network itself.
         if _BUFFERS.search(tensor):
             continue
         if (block := _BLOCK.search(tensor)) is not None:
             number = int(block[1])
+            # A tensor in a block that there is none of, or of a kind that a block here does not
+            # have.
             why = f"is no part of a block of this model, by its config.json: block {number} of"
             if number >= num_blocks:
                 why = f"lies in block {number}, and config.json (num_hidden_layers) says"
@@ -259,6 +277,7 @@ def check_checkpoints(settings: object) -> None:
         name = getattr(node.value, "checkpoint", None)
         if not isinstance(name, str):
             continue
+        # A packaged checkpoint lies in its package.
         folder = Path(resolve(name) if is_available(name) else name).expanduser()
         if folder.is_dir():
             check_tokenizer_files(folder)
@@ -272,6 +291,7 @@ def check_checkpoints(settings: object) -> None:
 def check_tokenizer_files(folder: Path) -> None:
     """Raise DataError if a tokenizer's file in this folder is cut off or a placeholder, or if
     anything beside it, which transformers may read, is neither a file nor a folder."""
+    # A pipe among the files would block transformers for ever.
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if not path.is_dir():
             check_is_ordinary(path)
@@ -282,6 +302,7 @@ def check_tokenizer_files(folder: Path) -> None:
             check_is_data(path)
     settings = folder / "tokenizer_config.json"
     if settings.is_file():
+        # Such a key names a file that transformers opens, wherever it is.
         for key, value in dict(read_json(settings)).items():
             if key.endswith("_file") and isinstance(value, str) and Path(value).name != value:
                 raise DataError(f"{settings}: {key} names a file elsewhere, {value!r}")
@@ -299,6 +320,7 @@ def raw_config(name_or_path: str) -> dict[str, Any]:
     described = read_json(path)
     if not isinstance(described, dict):
         raise DataError(f"{path} holds no settings")
+    # Packed weights would be read as if their codes were values.
     if quantized := described.get("quantization_config"):
         how = quantized.get("quant_method") if isinstance(quantized, dict) else None
         raise DataError(
@@ -316,6 +338,7 @@ def generation_config(name_or_path: str) -> dict[str, Any]:
     name = "generation_config.json"
     try:
         path = _fetch(name_or_path, load=lambda at, **where: str(cached_file(at, name, **where)))
+    # A checkpoint without the file, or a hub that does not answer: then defaults hold.
     except (DataError, OSError):
         return {}
     check_is_json(Path(path))
@@ -329,6 +352,7 @@ def on_hub(name: str) -> tuple[str, dict[str, str]]:
     """Split owner/name@revision, of a checkpoint on the hub, into its name and what
     `from_pretrained` takes beside it. A commit's hash is a revision that cannot change."""
     plain, _, revision = name.partition("@")
+    # A folder may have an @ in its name.
     is_folder = Path(name).expanduser().is_dir()
     if is_folder or not revision:
         return (name, {})
@@ -381,6 +405,7 @@ def _sha256(pieces: Iterable[bytes]) -> str:
 def kept_digest(path: Path, cache_dir: Path) -> str:
     """Return the SHA-256 of a file. It is computed once: checkpoints have many gigabytes. Whatever
     changes a file changes its ctime, which no copy with the old times can set back."""
+    # Resolved: the hub's cache is made of links, and one file may have several names.
     real = path.resolve()
     stat = real.stat()
     seen = [str(real), stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
@@ -402,6 +427,8 @@ def contents_of(place: Path, cache_dir: Path) -> str | None:
     if not place.is_dir():
         return None
     cache = cache_dir.resolve()
+    # Hidden files, such as locks, are no contents; sorted, as a file system has an order of its
+    # own.
     files = sorted(
         path
         for path in place.rglob("[!.]*")
@@ -418,11 +445,16 @@ def make_once(path: Path, make: Callable[[Path], None]) -> bool:
     name when it is whole.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    # The lock has a name of its own beside the file, as the file itself is replaced.
     with locked(path.with_name(f"{path.name}.lock")):
         if path.exists():
             return False
         part = path.with_name(f"{path.name}.part")
-        _remove(part)  # of a process that was killed while it wrote
+        # A part that is there is of a process that was killed while it wrote.
+        if part.is_dir():
+            shutil.rmtree(part)
+        else:
+            part.unlink(missing_ok=True)
         make(part)
         part.replace(path)
         return True
@@ -440,8 +472,10 @@ def made_once(
     """
     path = context.cache_dir / name
     unfinished = path.with_suffix(".unfinished")
+    # The others must not look before the first one has made it.
     made = context.group_rank == 0 and make_once(path, make=lambda part: build(part, unfinished))
     if made:
+        # What an interrupted call had kept is in the result now.
         shutil.rmtree(unfinished, ignore_errors=True)
     context.barrier()  # Every rank must reach this line, cached or not, or the others hang.
     if not path.exists():
@@ -452,17 +486,11 @@ def made_once(
     return path, made
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
 def key_of(described: Mapping[str, object], *data: Iterable[bytes]) -> str:
     """A file name for what is made of these settings (JSON values) and data."""
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
     for pieces in data:
+        # Consumed piece by piece, as a corpus may be larger than the memory.
         for piece in pieces:
             digest.update(piece)
     return digest.hexdigest()[:32]
@@ -470,6 +498,8 @@ def key_of(described: Mapping[str, object], *data: Iterable[bytes]) -> str:
 
 def bytes_of(tokens: Iterable[Sequence[int]]) -> Iterable[bytes]:
     """Token ids of texts, each with its length, for `key_of`."""
+    # The length comes first: without it the end of one text and the beginning of the next would be
+    # the same to a digest.
     return (array("q", [len(text), *text]).tobytes() for text in tokens)
 
 

@@ -60,6 +60,7 @@ class TrainedRun:
 
     def __init__(self, folder: Path, compressed: bool = True) -> None:
         check_is_run(folder, EXPERIMENT_FILE)
+        # A run's folder may come from elsewhere: its file names what is built.
         job = read_settings(folder / EXPERIMENT_FILE).job
         task: Any = getattr(job, "task", None)  # a one-way job has none
         if getattr(task, "used_as", None) != self.used_as:
@@ -72,6 +73,7 @@ class TrainedRun:
     def context(self) -> BuildContext:
         return BuildContext(
             seed=self.experiment.seed,
+            # All on the CPU: stages of several clouds need not fit into one GPU.
             device=torch.device("cpu"),
             cache_dir=project_root() / self.experiment.cache_dir,  # or absolute
             vocabularies=self.text.vocabularies,
@@ -93,6 +95,8 @@ class TrainedRun:
             with safe_open(path, "pt") as file:
                 try:
                     written = parsed_json((file.metadata() or {}).get("architecture", "null"))
+                    # Written by whoever trained the stage, so it is held to bounds before anything
+                    # is built of it.
                     architecture = checked_architecture(written)
                 except (DataError, ValueError) as error:
                     raise DataError(f"{path}: {error}") from None
@@ -101,6 +105,7 @@ class TrainedRun:
     @cached_property
     def stages(self) -> list[Any]:
         stages = []
+        # All of them first: a missing part is said before one is built.
         parts = list(self.parts())
         for number, (architecture, tensors) in enumerate(parts):
             context = replace(self.context(), architecture=architecture)
@@ -108,6 +113,7 @@ class TrainedRun:
                 number, num_stages=len(parts), context=context
             )
             try:
+                # torch raises this for names or shapes that differ.
                 stage.load_exported(tensors)
             except RuntimeError as error:
                 raise DataError(
@@ -131,15 +137,19 @@ class TrainedRun:
         layout = job.cluster
         found = {}
         for stage in range(layout.num_stages - 1):
+            # Only what left a cloud was compressed in the run.
             if self._compressed and layout.stage_cloud(stage) != layout.stage_cloud(stage + 1):
                 boundary = job.model.boundary(
                     stage, num_stages=layout.num_stages, max_length=self.longest
                 )
                 learned = read_learned(self.folder, stage)
+                # What compressors have learned belongs to the model: with empty state other values
+                # pass.
                 try:
                     found[stage] = Crossing(
                         job, stage, boundary, last_step=job.training.max_steps, learned=learned
                     )
+                # The file comes with the run, perhaps from elsewhere.
                 except (ValueError, KeyError) as error:  # a key is missing, or one too many
                     raise DataError(f"{self.folder / learned_file(stage)}: {error}") from None
                 if learned is None and found[stage].learns:
@@ -194,6 +204,7 @@ class Translator(TrainedRun):
     def translate(self, lines: Sequence[str]) -> list[str]:
         table = self.text.table("source", lines)
         ids = torch.arange(len(lines))
+        # Told and not refused: the rest of the line is translated.
         if table.num_cut:
             most = f"{self.experiment.task.max_length} tokens (task.max_length)"
             say(f"{table.num_cut} of {len(lines)} lines cut to {most}", error=True)
@@ -223,6 +234,7 @@ class TextGenerator(TrainedRun):
     ) -> Iterator[str]:
         """Yield what follows these tokens, up to an end token, as it comes."""
         ids = list(given)
+        # What has been yielded is a prefix of the text, as it grows.
         written = text = self.text.decode(ids, as_written=True)
         for token in self.tokens_after(given, max_new_tokens, choice, cached):
             ids.append(token)
@@ -231,6 +243,7 @@ class TextGenerator(TrainedRun):
             if text.startswith(written) and not text.endswith(UNFINISHED):
                 yield text[len(written) :]
                 written = text
+        # What was held back at the end.
         yield text[len(written) :]
 
     def tokens_after(
@@ -243,6 +256,7 @@ class TextGenerator(TrainedRun):
     ) -> Iterator[int]:
         """Yield the tokens that follow these, up to an end token or one of `ends`, or as many as
         the model has positions for."""
+        # The prompt takes positions, too.
         longest = self.longest
         if len(given) >= longest:
             raise DataError(
@@ -250,6 +264,7 @@ class TextGenerator(TrainedRun):
             )
         tokens = following(self.stages, self.carry, given, choice, cached, self.autocast)
         for token in islice(tokens, min(max_new_tokens, longest - len(given))):
+            # The end token itself is not shown.
             if token in self.text.ends or token in ends:
                 break
             yield token
@@ -266,6 +281,7 @@ class TextGenerator(TrainedRun):
         parts = list(self.parts())
         tensors = {name: tensor for _, part in parts for name, tensor in part.items()}
         model = cast(CausalLM, self.experiment.model)
+        # Only whole: an interrupted export leaves nothing that looks like a model.
         with exporting(out):
             for folder in model.join(tensors, parts[-1][0], self.context(), out):
                 self.text.save(folder)
@@ -316,6 +332,7 @@ def export(words: Sequence[str]) -> None:
     out: Path = arguments.out or run / ("merged" if arguments.merge else "joined")
     generator = TextGenerator(run)
     with contextlib.ExitStack() as held:
+        # Below the run's own folder nobody else may write meanwhile.
         if out.resolve().is_relative_to(run.resolve()):
             held.enter_context(owned(run))
         if arguments.merge:
@@ -363,6 +380,7 @@ def generate(words: Sequence[str]) -> None:
     check("--max-new-tokens", value=arguments.max_new_tokens, annotation=Positive)
     check("--temperature", value=arguments.temperature, annotation=NotNegativeFloat)
     check("--top-p", value=arguments.top_p, annotation=Rate | None)
+    # Without drawing both would do nothing.
     if not arguments.temperature and (arguments.top_p is not None or arguments.seed is not None):
         raise ConfigError(
             "--top-p, --seed: only with --temperature above 0; else the most probable token is "
@@ -372,6 +390,7 @@ def generate(words: Sequence[str]) -> None:
         raise ConfigError("generate needs either texts to continue or --chats")
     if arguments.chats is not None and (arguments.system is not None or arguments.plain):
         raise ConfigError("--chats has full chats: remove --system and --plain")
+    # Arguments are checked before the model is read, which takes a minute.
     generator = TextGenerator(folder=arguments.run, compressed=not arguments.uncompressed)
     prompts = _prompts(generator, arguments)
     _ = generator.stages  # what is said while they are read stands before the text
@@ -384,6 +403,7 @@ def generate(words: Sequence[str]) -> None:
         )
     is_chat = generator.text.learns_chats and not arguments.plain
     for shown, given in prompts:
+        # Each prompt begins with the same draws, so their order does not count.
         choice = Choice(
             temperature=arguments.temperature,
             top_p=1.0 if arguments.top_p is None else arguments.top_p,
@@ -415,6 +435,7 @@ def _prompts(
     for number, (messages, given) in enumerate(chats, start=1):
         asked = messages
         expected = ""
+        # A chat that ends with a question is asked as it is.
         if messages[-1]["role"] == "assistant":
             asked = messages[:-1]
             expected = f"expected   {messages[-1]['content']}\n"

@@ -26,10 +26,13 @@ def parsed_json(text: str | bytes) -> Any:
     in one object. Python's own reader silently drops the first of the two values.
     """
     if not isinstance(text, str):
+        # Python's reader finds out UTF-16 and UTF-32 likewise, but takes no half of a surrogate
+        # pair.
         text = text.decode(json.detect_encoding(text), "surrogatepass")
     try:
         return _DECODER.decode(text)
     except RecursionError:
+        # `from None`: the traceback has a thousand lines.
         raise ValueError("too many values in each other") from None
 
 
@@ -37,6 +40,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
+        # Only found where there are two, as most objects have none.
         twice = next(key for number, key in enumerate(keys) if key in keys[:number])
         raise ValueError(f"the key {twice[:80]!r} stands twice in one object")
     return found
@@ -75,12 +79,14 @@ class BoundedLines:
         self._path = path
         self._max_line = max_line
         packed = path.suffix == ".gz"
+        # 64 MB are free: a short text of one letter packs to a thousandth.
         self._left = (64 << 20) + MAX_UNPACKED * path.stat().st_size if packed else None
 
     def __iter__(self) -> BoundedLines:
         return self
 
     def __next__(self) -> str:
+        # One more than is allowed, to tell a line that is too long from one that just fits.
         line = self._file.readline(self._max_line + 1)
         if not line:
             raise StopIteration

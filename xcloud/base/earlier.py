@@ -31,6 +31,7 @@ def _tasks() -> dict[str, tuple[str, str]]:
     found = {}
     for task, demo in _DEMOS.items():
         room, _, name = f"xcloud.tasks.{task}".rpartition(".")
+        # Each of these tasks had three classes, one for each kind of source.
         for kind, source in (
             ("Folder", "xcloud.tasks.sources.Folder"),
             ("Hub", "xcloud.tasks.sources.Hub"),
@@ -60,6 +61,7 @@ _said = set[str]()
 
 def name_of(key: str, source: str) -> str:
     """Return what a setting of a source is called now."""
+    # A folder of the hub's form was called path like any other.
     return "dataset" if key == "path" and source.endswith("Hub") else key
 
 
@@ -77,6 +79,7 @@ def rename(settings: Any) -> None:
     for node in walk(settings):
         if isinstance(node.value, dict) and isinstance(target := node.value.get("_target_"), str):
             node.value["_target_"] = MOVED.get(target, target)
+            # Its keys are renamed below; nested settings come in the walk by themselves.
             _give_source(node.value, node.path)
 
 
@@ -86,17 +89,21 @@ def _give_source(node: dict[str, Any], path: str) -> None:
     if earlier in TASKS:
         node["_target_"], source = TASKS[earlier]
         node["data"] = {"_target_": source}
+        # Settings that this class had by default, and that its task has otherwise.
         for side, name in _WIT3.items() if source.endswith("Wit3") else ():
             node.setdefault(f"{side}_tokenizer", {"_target_": _PRETRAINED, "name_or_path": name})
         _say(f"{earlier} is now {node['_target_']} with data={{_target_: {source}, …}}")
     data = node.get("data")
+    # Keys are moved only for pairs that were one class: of others nobody wrote them before.
     if not isinstance(data, dict) or (node["_target_"], data.get("_target_")) not in NOW:
         return
     for key in (key for key in KEYS if key in node):
         name = name_of(key, data["_target_"])
         value = node.pop(key)
+        # null was the default of a task that had none of it; a default of the source counts then.
         if value is not None or name not in data:
             data[name] = value
+        # A class that was renamed has said it already.
         if earlier not in TASKS:
             _say(f"{path}.{key} is now {path}.data.{name}")
 
@@ -110,6 +117,7 @@ def _say(text: str) -> None:
 def renamed(saved: Mapping[str, str]) -> dict[str, str]:
     """Return the settings of an earlier attempt, as ranks compare them (job/compared.py), by their
     names of today."""
+    # Values are JSON texts here, as ranks compare them.
     names = {json.dumps(earlier): json.dumps(name) for earlier, name in MOVED.items()}
     found = {key: names.get(value, value) for key, value in saved.items()}
     both = {json.dumps(earlier): now for earlier, now in TASKS.items()}
@@ -121,6 +129,7 @@ def renamed(saved: Mapping[str, str]) -> dict[str, str]:
     if source.endswith("sources.Folder"):
         now["task.data.document"] = "null"  # not every task had this one
     for key in sorted(found):
+        # What follows the name is a list's index, say, and stays.
         match = re.fullmatch(r"task\.(\w+)(.*)", key)
         if match is not None and match[1] in KEYS:
             value = found.pop(key)

@@ -28,6 +28,8 @@ def locked(path: Path, wait_s: float | None = None) -> Iterator[int]:
     Raises LockTaken after wait_s. Raises OSError, naming the file and what to do, if the file
     system has no locks.
     """
+    # O_NOFOLLOW: a link under that name may lead to another user's file. O_CLOEXEC: a child that
+    # outlives the process would keep the lock.
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         _acquire(file, path, wait_s)
@@ -40,9 +42,12 @@ def _acquire(file: int, path: Path, wait_s: float | None) -> None:
     until_s = time.monotonic() + wait_s if wait_s is not None else None
     while True:
         try:
+            # Without a limit the kernel waits; with one it is asked again and again, as flock has
+            # no limit of its own.
             return fcntl.flock(file, fcntl.LOCK_EX | (0 if until_s is None else fcntl.LOCK_NB))
         except BlockingIOError:
             if until_s is None or time.monotonic() >= until_s:
+                # Whoever holds the lock has written into the file who it is.
                 raise LockTaken(os.pread(file, 1000, 0).decode("utf-8", "replace")) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:

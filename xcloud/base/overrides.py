@@ -26,6 +26,7 @@ def literal(text: str) -> str:
 def as_override(key: str, text: object) -> str:
     """Return the word that sets a key to this text, quoted only where it must be."""
     bare = f"{key}={text}"
+    # Tried rather than looked up in a list: Hydra's grammar decides what needs quotes.
     found = _read(bare)
     if found is not None and found.value() == text:
         return bare
@@ -37,6 +38,7 @@ def readable(word: str) -> str:
     not be read otherwise."""
     key, is_set, value = word.partition("=")
     found = _read(word)
+    # A path may have commas, which Hydra would take for several values.
     if not is_set or (found is not None and not found.is_sweep_override()):
         return word
     return f"{key}={literal(value)}"
@@ -46,6 +48,7 @@ def with_home(word: str) -> str:
     """Return an override with `~` at the start of each of its values replaced by the user's
     folder, as a shell does for a word of its own."""
     key, is_set, values = word.partition("=")
+    # A value in brackets or quotes stays what it is, as in a shell.
     if not is_set or not re.search(r"(^|,)~(/|,|$)", values) or values[:1] in "[{'\"":
         return word
     found = [
@@ -75,13 +78,17 @@ def for_hydra(words: Sequence[str], is_group: Callable[[str], bool]) -> list[str
     chosen: dict[str, str] = {}  # by group: the word that adds an option
     for word in map(with_home, words):
         found = read(word)
+        # Left as it is, so that Hydra or `unreadable` says what is wrong with it.
         if found is None or found.is_delete():
             written.append(word)
         elif sets_value(found, is_group):
             value = found.value()
             if isinstance(value, dict) and "_target_" in value:
                 key = found.key_or_group
+                # `++` alone would merge the mapping into the one that stands there, of another
+                # class.
                 written.append(f"~{key}" if is_group(key) else f"++{key}=null")
+            # ++ sets a key whether or not a file has it.
             written.append(f"++{word.lstrip('+')}")
         else:
             key = found.get_key_element().lstrip("+")
@@ -89,6 +96,7 @@ def for_hydra(words: Sequence[str], is_group: Callable[[str], bool]) -> list[str
                 raise HydraException(
                     f"{word}: a group takes the name of one of its options, and null is none"
                 )
+            # Hydra refuses to add two options to one group; here the last one counts.
             if found.is_add() and key in chosen:
                 written.remove(chosen[key])
             chosen[key] = word
@@ -125,11 +133,13 @@ def _trouble(word: str, is_sweep: bool) -> str:
     found = _read(word)
     several = ""
     if found is None:
+        # The key alone, with a value that can be read: if that fails the value is not at fault.
         if _read(f"{key}=0") is None:
             return f"{word}: {key!r} is no name of a setting; expected key=value"
         wrong = _first_wrong(key, value)
     elif found.is_sweep_override() and not is_sweep:
         several = "several values make a sweep: add -m"
+        # choice(…) and the like are functions of sweeps: nothing of them is missing quotes.
         if _SWEEPS.match(value) or "," not in value:
             return f"{word}: {several}"
         wrong = ","
@@ -143,6 +153,7 @@ def _trouble(word: str, is_sweep: bool) -> str:
     if value[:1] in ("[", "{"):
         what = "a list, as in '[a,b]'" if value[0] == "[" else "a mapping, as in '{a:1,b:2}'"
         return f"{word} cannot be read as {what}; look at its brackets, commas and quotes{several}"
+    # The home folder is written out, since quotes keep a shell from doing it.
     typed = f"{key}={shlex.quote(literal(str(Path(value).expanduser())))}"
     said = f"{wrong!r} is not allowed in a value without quotes; for this text type"
     return f"{word}: {said} {typed}{several}"
@@ -157,6 +168,7 @@ def read(word: str) -> Override | None:
     """Return what a word says; None if it cannot be read. Reading one takes a millisecond."""
     try:
         (found,) = OverridesParser.create().parse_overrides([word])
+        # Some words are parsed and have no value, which only asking for it shows.
         found.value()
     except HydraException:
         return None
@@ -166,6 +178,8 @@ def read(word: str) -> Override | None:
 
 def _first_wrong(key: str, value: str) -> str:
     """Return the first character with which the value can be read no more."""
+    # A character that is never allowed is looked for first: it may stand behind others that are
+    # only wrong where they are.
     if found := _NEVER_BARE.search(value):
         return found[0]
     for end in range(1, len(value) + 1):

@@ -15,6 +15,7 @@ from typing import Any
 from xcloud.base.errors import ConfigError
 
 MAX_PATTERNS = 100
+# Long enough for a name of weights; what it costs grows with it.
 MAX_LENGTH = 200
 MAX_REPEATS = 2
 MAX_WAYS = 64
@@ -39,10 +40,13 @@ def check_pattern(where: str, pattern: str) -> None:
         raise ConfigError(f"{where}: a pattern has at most {MAX_LENGTH} characters")
     try:
         parts = parser.parse(pattern)
+        # Compiled too, as the parser alone lets some errors pass.
         re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
         raise ConfigError(f"{where}: {pattern!r} is no regular expression: {error}") from error
     repeats, ways = _cost(where, pattern, parts)
+    # Each repeat may try every length: two of them take time with the square of a text, which is
+    # bounded, too.
     if repeats > MAX_REPEATS or ways > MAX_WAYS:
         raise ConfigError(
             f"{where}: {pattern!r} may take long: a pattern repeats at most {MAX_REPEATS} "
@@ -57,11 +61,14 @@ def _cost(where: str, pattern: str, parts: Any) -> tuple[int, int]:
     ways = 1
     for code, given in parts:
         if code in _ONE or code is codes.AT:
+            # An anchor, or one character, is matched in one way.
             continue
         if code is codes.SUBPATTERN:
             inner = [given[-1]]
         elif code is codes.BRANCH:
             inner = given[1]
+        # A repeated single character. Anything larger that is repeated can be split in
+        # exponentially many ways.
         elif code in _REPEATS and len(given[2]) == 1 and given[2][0][0] in _ONE:
             repeats += 1
             continue
@@ -71,6 +78,8 @@ def _cost(where: str, pattern: str, parts: Any) -> tuple[int, int]:
                 "nothing may look ahead, look back or refer to a group"
             )
         found = [_cost(where, pattern, one) for one in inner]
+        # Of alternatives one is taken, so the worst of them counts; their ways add up, those in a
+        # row multiply.
         repeats += max(count for count, _ in found)
         ways = math.prod([ways, sum(count for _, count in found)])
     return repeats, ways

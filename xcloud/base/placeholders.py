@@ -44,6 +44,7 @@ def check_is_data(path: Path) -> bytes:
     """Return the first bytes of a file. Raises DataError if it is empty, or stands for a file that
     is not here. Of a pipe nothing is read."""
     check_is_no_dead_link(path)
+    # Reading would wait for the writer, and take what the command is meant to get.
     if path.is_fifo():
         return b""
     try:
@@ -54,6 +55,7 @@ def check_is_data(path: Path) -> bytes:
     if not head:
         raise DataError(f"{path} is empty (0 bytes); {AGAIN}, or remove it")
     _check_is_no_placeholder(path, head)
+    # Object stores answer a refused download with an error in XML.
     start = head.lstrip()[:500]
     if start.startswith(b"<?xml") and b"<Error>" in start:
         raise DataError(f"{path} is a server's error message, not the file itself; {AGAIN}")
@@ -70,6 +72,7 @@ def check_is_text(path: Path) -> None:
     """Raise DataError if a file is no UTF-8 text with line feeds, gzipped where its name ends in
     .gz."""
     head = check_is_data(path)
+    # A pipe has no head.
     if path.suffix == ".gz" and head:
         if not head.startswith(b"\x1f\x8b"):
             raise DataError(f"{path} cannot be read: no gzip, as its name says; rename or pack it")
@@ -82,10 +85,12 @@ def check_is_text(path: Path) -> None:
             ) from error
         if not head:
             raise DataError(f"{path} is empty once it is unpacked; {AGAIN}, or remove it")
+        # A placeholder may have been packed, too.
         _check_is_no_placeholder(path, head)
     for start, what, remedy in NO_TEXT:
         if head.startswith(start):
             raise DataError(f"{path} is {what}; {remedy}")
+    # UTF-16 without a mark of its order: every second byte of English text is zero.
     if b"\0" in head:
         raise DataError(f"{path} holds zero bytes: it is no UTF-8 text, or UTF-16 without a mark")
     try:
@@ -97,6 +102,7 @@ def check_is_text(path: Path) -> None:
         raise DataError(
             f"{path} is not UTF-8 text ({said}); write it as UTF-8: iconv -f LATIN1 -t UTF-8"
         ) from error
+    # The last line may lack its line feed, so a file of one line has none.
     if b"\n" not in head and b"\r" in head.rstrip(b"\r"):
         raise DataError(
             f"{path}: its lines end with a carriage return only, as on old Macs; write line feeds:"
@@ -121,6 +127,7 @@ def check_is_safetensors(path: Path) -> None:
     """Raise DataError if a file of weights is a placeholder, or shorter than its header says."""
     head = check_is_data(path)
     num_bytes = path.stat().st_size
+    # safetensors: a length of 8 bytes, a header of JSON, then the tensors.
     length = int.from_bytes(head[:8], "little")
     if not 2 <= length <= min(num_bytes - 8, MAX_HEADER) or head[8:9] != b"{":
         raise DataError(f"{path} is no safetensors file, or its beginning is damaged; {AGAIN}")
@@ -129,6 +136,8 @@ def check_is_safetensors(path: Path) -> None:
         text = file.read(length)
     try:
         tensors = {name: of for name, of in parsed_json(text).items() if name != "__metadata__"}
+        # The header says where the last tensor ends, so a file that was cut off is found without
+        # reading it.
         wanted = 8 + length + max((of["data_offsets"][1] for of in tensors.values()), default=0)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path}: the header of its tensors is damaged; {AGAIN}") from error
@@ -138,8 +147,10 @@ def check_is_safetensors(path: Path) -> None:
 
 
 def _check_is_no_placeholder(path: Path, head: bytes) -> None:
+    # A page may begin with a mark of its encoding and blanks.
     begins = head.removeprefix(b"\xef\xbb\xbf").lstrip().lower()
     num_bytes = path.stat().st_size
     for start, longest, what, remedy in PLACEHOLDERS:
+        # Only short files: a corpus about web pages may begin like one.
         if begins.startswith(start) and num_bytes <= longest:
             raise DataError(f"{path} is {what}; {remedy}")

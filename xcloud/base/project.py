@@ -33,6 +33,7 @@ def this_owners_file(name: str) -> Path:
     """Return where this machine's owner keeps a file such as the policy: in the checkout, else in
     ~/.config/xcloud. Never the current directory, which may be a folder that came from
     elsewhere."""
+    # Settled by where the package lies, not by where a command was started.
     return (_checkout() or Path.home() / ".config" / "xcloud") / name
 
 
@@ -45,6 +46,7 @@ def python_command(module: str, *words: str) -> list[str]:
 def module_paths() -> dict[str, str]:
     """Return the environment in which such a child finds what this process does: xcloud, and the
     user's own modules in the checkout and on PYTHONPATH."""
+    # The checkout first, as Python has it for the parent.
     folders = [str(_checkout() or ""), os.environ.get("PYTHONPATH", "")]
     paths = os.pathsep.join(filter(None, folders))
     return {"PYTHONPATH": paths} if paths else {}
@@ -96,6 +98,7 @@ def file_digest(file: Path) -> str:
 
 
 def _checkout() -> Path | None:
+    # The package's own folder, whatever the current directory is.
     beside_package = Path(__file__).resolve().parents[2]
     if (beside_package / "pyproject.toml").is_file():
         return beside_package

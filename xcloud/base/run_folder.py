@@ -29,6 +29,7 @@ def file_name(text: str, end: str = "") -> str:
     if len(name.encode()) <= MAX_NAME_BYTES:
         return name
     digest = hashlib.sha256(name.encode()).hexdigest()[:12]
+    # A character may be cut at the end; 13 bytes are the dash and the digest.
     kept = text.encode()[: MAX_NAME_BYTES - len(end.encode()) - 13].decode(errors="ignore")
     return f"{kept}-{digest}{end}"
 
@@ -42,7 +43,9 @@ def owned(run_dir: Path, advice: str = "") -> Iterator[None]:
     something in it is no plain file.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
+    # Before anything is opened in it, also for the lock.
     refuse_links(run_dir)
+    # Entered by hand, so that LockTaken of this lock is told from what the caller raises.
     lock = locked(run_dir / LOCK_FILE, wait_s=0)
     try:
         file = lock.__enter__()
@@ -54,7 +57,14 @@ def owned(run_dir: Path, advice: str = "") -> Iterator[None]:
         raise ConfigError(f"{run_dir} is in use by {_named(str(taken))}: {advice}") from None
     try:
         os.ftruncate(file, 0)
-        os.pwrite(file, json.dumps(_this_process()).encode(), 0)
+        this_process = {
+            "pid": os.getpid(),
+            "parent": os.getppid(),
+            "host": socket.gethostname(),
+            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+            "command": shlex.join(sys.argv)[:200],
+        }
+        os.pwrite(file, json.dumps(this_process).encode(), 0)
         yield
     finally:
         lock.__exit__(None, None, None)
@@ -71,6 +81,7 @@ def owner(run_dir: Path) -> dict[str, object]:
     """Return what the folder's owner, or its last one, wrote of itself; empty if nobody did."""
     try:
         found = parsed_json((run_dir / LOCK_FILE).read_text("utf-8"))
+    # Half a text: its owner has only just begun to write it.
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -82,18 +93,9 @@ def check_owned_by_parent(run_dir: Path) -> None:
     Ranks that torchrun starts beside the first one of their machine call it. If the folder is
     another command's, the first rank fails, and torchrun ends this one.
     """
+    # The parent of the first rank is torchrun, which is this process's parent as well.
     while owner(run_dir).get("parent") != os.getppid():
         time.sleep(POLL_S)
-
-
-def _this_process() -> dict[str, object]:
-    return {
-        "pid": os.getpid(),
-        "parent": os.getppid(),
-        "host": socket.gethostname(),
-        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "command": shlex.join(sys.argv)[:200],
-    }
 
 
 def _named(text: str) -> str:
@@ -116,6 +118,7 @@ def refuse_links(folder: Path) -> None:
         for name in (*folders, *files):
             path = Path(place, name)
             try:
+                # lstat: the link itself, not what it leads to.
                 mode = path.lstat().st_mode
             except FileNotFoundError:  # a file of a living run, which has gone meanwhile
                 continue

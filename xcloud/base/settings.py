@@ -107,6 +107,7 @@ def settings(
     """
 
     def make(cls: type[T]) -> type[T]:
+        # pydantic checks types and ranges; its dataclass is frozen behind that.
         made: Any = checked_dataclass(frozen=frozen, kw_only=kw_only, config=_CONFIG)(cls)
         build = made.__init__
 
@@ -115,7 +116,10 @@ def settings(
             try:
                 build(self, *args, **kwargs)
             except ValidationError as error:
+                # `from None`: pydantic's own text names classes and rules that no user has
+                # written.
                 raise worded(error, cls=type(self), path=path) from None
+            # Rules that hold for all settings alike, which no annotation has to repeat.
             for field in dataclasses.fields(self):
                 value = getattr(self, field.name)
                 _check_width(value, path, name=field.name)
@@ -123,6 +127,7 @@ def settings(
 
         made.__init__ = init
         if dropped:
+            # By the class's full name, which is known only now.
             DROPPED[f"{made.__module__}.{made.__qualname__}"] = dropped
         if formerly:
             MOVED[formerly] = f"{made.__module__}.{made.__qualname__}"
@@ -143,6 +148,7 @@ def _check_width(value: object, path: str, name: str) -> None:
 def _check_time(value: object, path: str, name: str) -> None:
     """Raise ConfigError for seconds that no clock can wait for. A rate and a moment may be as
     large as they like."""
+    # Rates (_per_s) and moments (_at_s) end in _s, too.
     is_time = name.endswith("_s") and not name.endswith(("_per_s", "_at_s"))
     if is_time and isinstance(value, float | int) and value > MAX_SECONDS:
         key = f"{path}.{name}" if path else name
@@ -163,6 +169,7 @@ def with_defaults(
     A default that is neither plain data nor keeps its own settings is left out. No class of xcloud
     has one.
     """
+    # _target_ stays first, as files have it.
     settings = {key: value for key, value in given.items() if str(key).startswith("_")}
     defaults = defaults_of(target)
     for name in _names(target):
@@ -170,6 +177,7 @@ def with_defaults(
             settings[name] = copy.deepcopy(defaults[name])
         if name in given:
             changed = _changed(settings.get(name), given[name])
+            # Only where a group changes nothing of a default is its class looked for.
             settings[name] = _typed(target, name, changed) if by_position else changed
     unnamed = {key: value for key, value in given.items() if key not in settings}
     return {**settings, **unnamed}
@@ -186,12 +194,14 @@ def defaults_of(target: Callable[..., Any]) -> dict[str, Any]:
     factories: dict[str, Callable[[], Any]] = {}
     if dataclasses.is_dataclass(target):
         for field in dataclasses.fields(target):
+            # Defaults that are made anew for each object are made once here, to be written down.
             if field.default_factory is not dataclasses.MISSING:
                 factories[field.name] = field.default_factory
     found: dict[str, Any] = {}
     for name, parameter in inspect.signature(target).parameters.items():
         if parameter.default is not parameter.empty:
             default = factories[name]() if name in factories else parameter.default
+            # A default that does not keep what it was made of is left out (see with_defaults).
             with contextlib.suppress(AttributeError, ValueError):
                 found[name] = as_settings(default)
     return found
@@ -209,6 +219,7 @@ def _typed(target: Callable[..., Any], name: str, given: Any) -> Any:
     """Return a group with the class that its key takes, and so each entry of a mapping of such."""
     if not isinstance(given, Mapping) or "_target_" in given:
         return given
+    # A key takes one class, or a mapping of entries that take one, such as clouds.
     one, of_each = _class_of(target, name)
     if one is not None:
         return {"_target_": one, **given}
@@ -234,6 +245,7 @@ def _class_of(target: Callable[..., Any], name: str) -> tuple[str | None, str | 
     if get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
     members = get_args(annotation) if get_origin(annotation) in UNIONS else (annotation,)
+    # The last argument: of a mapping that of its values.
     of_each = [get_args(m)[-1] for m in members if get_origin(m) in (Mapping, dict)]
     return _only(members), _only(of_each)
 
@@ -242,6 +254,7 @@ def _only(members: Iterable[Any]) -> str | None:
     """Return the path of the only class of settings among these."""
     found = [
         m
+        # A protocol or an abstract class cannot be built.
         for m in members
         if isinstance(m, type) and dataclasses.is_dataclass(m) and not inspect.isabstract(m)
     ]
@@ -265,6 +278,7 @@ def as_settings(made: Any) -> Any:
     settings: dict[str, Any] = {"_target_": f"{kind.__module__}.{kind.__qualname__}"}
     for name, parameter in inspect.signature(kind).parameters.items():
         value = as_settings(getattr(made, name))
+        # Named by the user, so they stand beside the others.
         if parameter.kind is parameter.VAR_KEYWORD:
             settings |= value
         else:

@@ -34,6 +34,7 @@ def printable(text: object) -> str:
 def say(text: object, error: bool = False, end: str = "\n") -> None:
     """Print a text that may hold what came from elsewhere, in one write."""
     stream = sys.stderr if error else sys.stdout
+    # One write: lines of several processes would mix otherwise.
     print(printable(text) + end, end="", file=stream, flush=True)
 
 
@@ -49,12 +50,15 @@ class OnceAMinute:
         """reason: the text itself by default."""
         reason = reason or text
         now_s = time.monotonic()
+        # Threads of several connections may say the same at once.
         with self._lock:
             if now_s - self._said_at_s.get(reason, float("-inf")) < _SAY_AGAIN_S:
                 return
+            # Forgetting all is enough: then a text may come twice in a minute.
             if len(self._said_at_s) >= _MAX_REASONS:
                 self._said_at_s.clear()
             self._said_at_s[reason] = now_s
+        # Outside the lock: a terminal that does not read would hold up every other thread.
         self._say(text)
 
 
@@ -82,6 +86,7 @@ def prepare_process() -> None:
             os.open(os.devnull, os.O_RDWR)
     sys.stdout = _lasting(sys.stdout, number=1)
     sys.stderr = _lasting(sys.stderr, number=2)
+    # What a run writes (keys, texts, checkpoints) is its user's alone.
     os.umask(0o077)
     os.environ["MPLBACKEND"] = "agg"
 
@@ -93,6 +98,7 @@ class _Lasting(io.FileIO):
         try:
             return super().write(data)
         except OSError as error:
+            # EIO: the terminal has been closed.
             if error.errno not in (errno.EPIPE, errno.EIO):
                 raise
             return memoryview(data).nbytes
@@ -102,6 +108,7 @@ def _lasting(stream: TextIO | None, number: int) -> TextIO:
     if stream is not None:
         stream.flush()
     given = cast(io.TextIOWrapper, stream)
+    # closefd: the descriptor stays open for whoever else writes to it.
     raw = io.BufferedWriter(_Lasting(number, "wb", closefd=False))
     return io.TextIOWrapper(
         raw,
@@ -119,6 +126,7 @@ def signals_to_stop() -> list[signal.Signals]:
     started to outlive its terminal (nohup).
     """
     found = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
+    # nohup ignores SIGHUP for its child, and so does this command.
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         found.append(signal.SIGHUP)
     return found

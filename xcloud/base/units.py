@@ -38,6 +38,7 @@ def human_seconds(seconds: float | None) -> str:
     """0.21 ms, 412 ms, 1.57 s."""
     if seconds is None:
         return UNKNOWN
+    # From here on three digits would be 1000 ms.
     if seconds < 0.9995:
         return f"{_three_digits(1000 * seconds)} ms"
     return f"{_three_digits(seconds)} s"
@@ -47,6 +48,7 @@ def human_duration(seconds: float) -> str:
     """42 s, 13 min, 2 h 05 min."""
     if not math.isfinite(seconds):
         return "?"
+    # Below 99.5 s a count of seconds is shorter than minutes.
     if seconds < 99.5:
         return f"{max(0, seconds):.0f} s"
     minutes = round(seconds / 60)
@@ -61,6 +63,7 @@ def human_bytes(num_bytes: float | None) -> str:
         return UNKNOWN
     if abs(num_bytes) < 999.5:
         return f"{num_bytes:.0f} B"
+    # Rounded to three digits 999.6 kB is 1 MB.
     power = min(int(math.log10(abs(num_bytes) * 1.0005) // 3), 4)
     return f"{_three_digits(num_bytes / 1000**power)} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
 
@@ -68,6 +71,7 @@ def human_bytes(num_bytes: float | None) -> str:
 def human_bandwidth(bits_per_s: float) -> str:
     """200 kbit/s, 2.5 Gbit/s."""
     for unit, size in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6)):
+        # So that 999.9 Mbit/s, which would be shown as 1e+03, is 1 Gbit/s.
         if bits_per_s >= 0.9995 * size:
             return f"{bits_per_s / size:.3g} {unit}"
     return f"{bits_per_s / 1e3:.3g} kbit/s"
@@ -93,16 +97,12 @@ def score_name(name: str) -> str:
     return SCORE_NAMES.get(name, name)
 
 
-def score_digits(name: str) -> int:
-    """Leaks and scores of the harness are fractions of 1, losses and rewards are in nats; every
-    other score is out of 100."""
-    is_small = name in (*LEAKS, *REWARDS) or name.startswith(EVALUATED) or name.endswith("loss")
-    return 4 if is_small else 2
-
-
 def score_text(name: str, value: float) -> str:
     """41.92 for a score out of 100, 0.5731 for a leak."""
-    return f"{value:.{score_digits(name)}f}"
+    # Leaks and scores of the harness are fractions of 1, losses and rewards are in nats; every
+    # other score is out of 100.
+    is_small = name in (*LEAKS, *REWARDS) or name.startswith(EVALUATED) or name.endswith("loss")
+    return f"{value:.{4 if is_small else 2}f}"
 
 
 def score_with_error(name: str, value: float | None, error: float | None) -> str:

@@ -43,6 +43,7 @@ def walk(settings: Any, path: str = "") -> Iterator[Node]:
         node = waiting.pop()
         yield node
         if not node.is_closed:
+            # The last one is taken first, so they wait in reverse.
             waiting += reversed([*_below(node)])
 
 
@@ -51,6 +52,7 @@ def _below(node: Node) -> Iterator[Node]:
     if isinstance(value, list | tuple):
         for index, entry in enumerate(value):
             path = f"{node.path}[{index}]"
+            # An entry of a list belongs to whatever holds the list.
             yield Node(path, node.setting, node.name, entry, node.holder, node.owner)
         return
     owner = node.owner
@@ -60,6 +62,7 @@ def _below(node: Node) -> Iterator[Node]:
         if "_target_" in value:  # nobody owns the settings of what is no name
             owner = value["_target_"] if isinstance(value["_target_"], str) else None
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        # A setting that was not kept has no value to walk into.
         named = {one.name: getattr(value, one.name, None) for one in dataclasses.fields(value)}
     for key, entry in named.items():
         path = f"{node.path}.{key}" if node.path else str(key)

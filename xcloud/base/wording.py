@@ -22,6 +22,7 @@ _LIMITS = ("gt", "ge", "le", "min_length", "max_length")
 
 def quoted(value: object) -> str:
     """Return a value of foreign data for a message: its repr, cut to MAX_QUOTED characters."""
+    # Cut before its repr is made, which of gigabytes would fill the memory.
     if isinstance(value, str | bytes):
         value = value[: MAX_QUOTED + 1]
     return _cut(repr(value), max_length=MAX_QUOTED)
@@ -44,19 +45,24 @@ def worded(error: ValidationError, cls: type, path: str) -> Exception:
 
     path: the key of these settings in a config.
     """
+    # One error is enough: the user mends it and tries again.
     first = error.errors()[0]
+    # Errors of __post_init__ are worded already.
     raised = first.get("ctx", {}).get("error")
     if isinstance(raised, Exception):  # of __post_init__
         return raised
     if first["type"] in ("missing", "missing_argument", "unexpected_keyword_argument"):
         name = first["loc"][-1]
+        # Raised where a class is built by hand; of a file check_keys has said it before.
         what = "is missing" if "missing" in first["type"] else "is unknown"
         return TypeError(f"{cls.__name__}: setting {name!r} {what}")
     names = list(inspect.signature(cls).parameters)
+    # pydantic gives the place of an argument, or its name.
     where = first["loc"]
     field = names[where[0]] if isinstance(where[0], int) else str(where[0])
     annotation = get_type_hints(cls, include_extras=True)[field]
     key = field
+    # Into lists and mappings, so that the entry that is wrong is named with what it takes.
     for part in where[1:]:  # an index, a key, or the name that a member of a union goes by
         inside = _inside(annotation, part=part)
         if inside is not None:
@@ -68,9 +74,12 @@ def worded(error: ValidationError, cls: type, path: str) -> Exception:
     if path:
         key = f"{path}.{key}"
     words = f"{key} must be {allowed(annotation)}, got {first['input']!r}"
+    # Words of a command line come as surrogates where their bytes are no UTF-8.
     if first["type"] == "string_unicode":
         return ConfigError(f"{words}; it has bytes that are no UTF-8: set LANG or PYTHONUTF8=1")
     advice = next((m.advice for m in _members(annotation) if hasattr(m, "advice")), "")
+    # A word or a mapping in place of an object: somebody wrote the name of an option without its
+    # group.
     if first["type"] in _NO_INSTANCE and isinstance(first["input"], Mapping | str):
         words += f"; {advice or _how_to_choose(key, first['input'])}"
     return ConfigError(words)
@@ -88,6 +97,7 @@ def _inside(annotation: Any, part: int | str) -> Any | None:
     """Return the annotation of what a list or a mapping holds; None if it is neither."""
     kind: type = Sequence if isinstance(part, int) else Mapping
     for member in _members(annotation):
+        # Bounds of a list stand around it.
         bare = get_args(member)[0] if get_origin(member) is Annotated else member
         origin = get_origin(bare)
         if isinstance(origin, type) and issubclass(origin, kind):
@@ -121,6 +131,7 @@ def _one(annotation: Any) -> str:
         annotation, *rest = get_args(annotation)
         for limit in (m for r in rest for m in getattr(r, "metadata", [r])):
             limits |= {name: getattr(limit, name) for name in _LIMITS if hasattr(limit, name)}
+        # Bounds around a union are those of its members.
         if len(_members(annotation)) > 1:
             return allowed(annotation)
     origin = get_origin(annotation)
@@ -203,14 +214,17 @@ def unknown_key(path: str, name: str, known: Sequence[str], elsewhere: str = "")
     elsewhere: a setting of another part that may be meant if none of these is.
     """
     where = f"{path}.{name}" if path else name
+    # Names that other programs have: what is near them here would mislead.
     if name in WISHED:
         return f"unknown setting {where!r}: {WISHED[name]}"
     there = ", ".join(known)
     said = meant(name, known)
     if elsewhere and said == ".":
+        # Only if nothing here is near.
         said = f"; did you mean {elsewhere!r}?"
     if there:
         said += f" Allowed here: {there}"
+    # The setting that newcomers look for.
     if where in ("task.path", "task.data.path"):
         said += "; with profile=files task.data.path is the folder of your corpus"
     return f"unknown setting {where!r}{said}"
@@ -244,6 +258,7 @@ def check_name(what: str, name: object, spoken: bool = False) -> None:
 def check_label(what: str, text: str) -> str:
     """Return a text that only describes. Raises ConfigError for one that a shell or a terminal
     would act upon, wherever it is shown."""
+    # A dollar or a backquote runs a command where a label is pasted into a shell.
     if not text.isprintable() or set(text) & set("$`"):
         raise ConfigError(
             f"{what} must be a text without control characters, '$' and '`'; got {text!r}"
@@ -260,6 +275,7 @@ NO_REFERENCE = (
 def does_not_fit(message: str, settings: Mapping[str, object]) -> str:
     """For a setting that follows from one of another group, where the chosen option lacks it.
     message: OmegaConf's. settings: by dotted name, not resolved."""
+    # OmegaConf quotes the key that it did not find.
     source = message.split("'")[1] if "'" in message else ""
     taking = [key for key, value in settings.items() if f"${{{source}}}" in str(value)]
     group = source.split(".")[0]

@@ -25,6 +25,7 @@ class _PlainLoader(_Loader):  # type: ignore[misc]
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 continue  # refused below
+            # PyYAML keeps the last of two equal keys and says nothing.
             if key.value in names:
                 raise yaml.constructor.ConstructorError(
                     "while constructing a mapping",
@@ -43,6 +44,7 @@ class _PlainDumper(_Dumper):  # type: ignore[misc]
 
 
 for _class in (_PlainLoader, _PlainDumper):
+    # As YAML 1.2 and Hydra read numbers.
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
 # A date stays a text.
 _PlainLoader.yaml_implicit_resolvers = {
@@ -62,6 +64,7 @@ def from_yaml(text: str) -> Any:
 
 def to_yaml(plain: Any) -> str:
     """Return plain containers as a YAML text, in their order, which `from_yaml` reads as equal."""
+    # What is read back must be equal, so names keep their order.
     return str(
         yaml.dump(
             plain,

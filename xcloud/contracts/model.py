@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from xcloud.comm.channel import Boundary, Message, Samples
 
 Batch = Samples
-Follow = Callable[[Sequence[int]], Iterator[int]]
-"""What yields the tokens that a trained model writes after some others."""
 """Field name -> tensor on the host, axis 0 = sample. Always has "ids", int64 [B]; else what may be
 seen. A stage brings to its device what it computes with (comm.devices.bring), so that it can read
 lengths and places without waiting for a GPU."""
+Follow = Callable[[Sequence[int]], Iterator[int]]
+"""What yields the tokens that a trained model writes after some others."""
 
 Architecture = Mapping[str, Any]
 """JSON values from which a stage can be built again without its weights."""

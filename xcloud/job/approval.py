@@ -51,18 +51,21 @@ def main(words: Sequence[str]) -> int:
         say("\n".join(_described(asked.settings)))
     else:  # to say more, what is refused would have to be read or fetched
         say("\n".join(_uses(asked.plain, policy.me)))
+    # Shown first and refused then: an owner is to see what a file asked for.
     if asked.refusal is not None:
         say(f"{where} would refuse it: {asked.refusal}")
         return 1
     assert asked.settings is not None, "what is not refused is built"
     certificates: list[Certificate] = []
     if asked.settings.job.cluster.between_owners:
+        # Without keys there is nothing to compare, and the file can be shown all the same.
         try:
             keys = this_clouds_keys()
         except ConfigError as error:
             say(f"certificates: {error}")
         else:
             every = [keys.own, *chain.from_iterable(keys.peers.values())]
+            # Certificates of clouds that take no part would make another number in each cloud.
             certificates = [c for c in every if c.cloud in asked.settings.job.cluster.clouds]
     if certificates:
         number = number_of(asked.digest, certificates)
@@ -70,6 +73,7 @@ def main(words: Sequence[str]) -> int:
         for certificate in certificates:
             say(f"certificate of {describe(certificate)}")
     say(f"SHA-256 of {given.experiment.name}\n{in_groups(asked.digest)}\n")
+    # An earlier approval holds for the same bytes.
     if asked.digest in (policy.approved or ()):
         say(f"approved in {where}")
     elif given.yes or _agrees(where, policy):
@@ -82,6 +86,7 @@ def _agrees(where: Path, policy: Policy) -> bool:
     if not is_terminal(sys.stdin):
         say(f"not approved: nobody can be asked here; --yes puts it into {where}")
         return False
+    # With the first entry the policy changes its meaning: so far everything within its bounds ran.
     if policy.approved is None:
         say(
             f"So far {where} approves any file that keeps to its bounds; then only those it names."
@@ -93,9 +98,12 @@ def number_of(digest: str, certificates: Iterable[Certificate]) -> str:
     """Return one number of an experiment file and of the certificates of all its clouds, the same
     in each cloud: 60 decimal digits, of which two files or keys have the same by no search that
     anybody could afford (2 to the power of 99)."""
+    # Sorted, since each cloud reads them in another order.
     parts = sorted(f"{one.cloud} {one.fingerprint}" for one in certificates)
     hashed = hashlib.sha256("\n".join([digest, *parts]).encode()).hexdigest()
+    # 199 bits: 60 digits have as many ways, which a person can still read out aloud.
     digits = f"{int(hashed, 16) % 10**60:060}"
+    # Groups of five digits, four of them a line.
     groups = [digits[n : n + 5] for n in range(0, 60, 5)]
     return "\n".join("  " + " ".join(groups[n : n + 4]) for n in range(0, 12, 4))
 
@@ -118,6 +126,7 @@ def _described(settings: Settings) -> Iterator[str]:
         waits = f"a relay that clouds dial, for up to {join_h:g} h until all have joined"
     if job.cluster.wan == "sealed":
         waits += f", then up to {job.cluster.reconnect_s:g} s after each outage"
+    # A mailbox is a folder or a bucket that both read and write: nobody listens.
     if isinstance(job.cluster.wan, Mailbox):
         waits = f"no port open; waits for up to {join_h:g} h until all have joined"
     yield f"{'needs':<10}{job.cluster.describe()}; {job.max_steps} steps; {waits}"
@@ -133,6 +142,7 @@ def _described(settings: Settings) -> Iterator[str]:
             if held is None:
                 continue
             others = [name for name in job.cluster.clouds if name != cloud]
+            # What a cloud holds that no other one does is what its owner gives away by joining.
             stays = held.difference(*(job.held_by(name, what) or () for name in others))
             yield f"  {words} {_names(held) or 'none'}; only here: {_names(stays) or 'none'}"
         sent = [message for message in job.leaving() if message.sender == cloud]
@@ -153,6 +163,8 @@ def _uses(plain: Mapping[str, Any], me: str | None) -> Iterator[str]:
     def may_import(target: object) -> bool:
         return target in constructors() or target in known
 
+    # The order of uses is that of places_of; a command is seldom there, so only one that is asked
+    # for is shown.
     for use, names in places_of(plain, may_import).items():
         if use == "line":
             yield from _lines(plain, me)
@@ -163,11 +175,13 @@ def _uses(plain: Mapping[str, Any], me: str | None) -> Iterator[str]:
 
 def _lines(plain: Mapping[str, Any], me: str | None) -> Iterator[str]:
     """Yield where clouds listen on sealed lines, and are dialled by the others."""
+    # Classes that the policy has not allowed are not imported to ask what they would contact.
     for lead in leads_of(plain, may_import=lambda target: target in constructors()):
         if lead.to == "line":
             if lead.where == "cluster.relay":
                 yield f"{'dials':<10}{lead.value} (relay)"
                 continue
+            # The key is cluster.clouds.NAME.address or the like.
             cloud = lead.where.removeprefix("cluster.clouds.").rpartition(".")[0]
             is_own = cloud == me
             yield f"{'listens at' if is_own else 'dials':<10}{lead.value} ({cloud})"
@@ -181,6 +195,7 @@ def _kept(settings: Settings) -> Iterator[str]:
     if checkpoints is not None:
         yield f"up to {checkpoints} checkpoints"
     meter = value_at(job, "security.meter")
+    # The meter is the one part of a run that may write texts.
     if isinstance(meter, Meter):
         what = f"a meter: of the last {meter.last_steps} updates up to {meter.max_rows} rows"
         if getattr(meter, "keep", False):
@@ -205,10 +220,12 @@ def approve(file: Path, digest: str) -> None:
     All else in the file stays as it is, comments too. Raises ConfigError for a file that is no
     policy.
     """
+    # A policy may be a link; replacing it by name would leave two files.
     target = Path(os.path.realpath(file))
     text = plain_text(target) if target.exists() else ""
     changed = with_approved(text, digest)
     try:
+        # The changed text is parsed as a policy before it replaces the old one.
         Policy.of(yaml.safe_load(changed), target)
     except yaml.YAMLError as error:  # such as all of it in one pair of braces
         more = f"approved: ['{digest}']"
@@ -219,18 +236,23 @@ def approve(file: Path, digest: str) -> None:
 
 def with_approved(text: str, digest: str) -> str:
     """Return the text of a policy with one more digest in `approved`."""
+    # Composed, not loaded: nodes know their places in the text, so comments and order can stay.
     node = yaml.compose(text, Loader=yaml.SafeLoader)
     pairs = node.value if isinstance(node, yaml.MappingNode) else []
     value = next((value for key, value in pairs if key.value == "approved"), None)
     if value is None:
+        # A file that ends without a line feed.
         start = text if text.endswith("\n") or not text else f"{text}\n"
         return f"{start}approved: ['{digest}']\n"
+    # `approved:` without a value, or an empty list in brackets.
     if not isinstance(value, yaml.SequenceNode) or not value.value:
         before = text[: value.start_mark.index]
         return f"{before} ['{digest}']{text[value.end_mark.index :]}"
     last = value.value[-1].end_mark.index
+    # A list in brackets grows in its line, one of lines by a line of the same depth.
     if value.flow_style:
         return f"{text[:last]}, '{digest}'{text[last:]}"
     rest_of_line, newline, below = text[last:].partition("\n")
+    # A comment may stand behind the last entry.
     indent = " " * value.start_mark.column
     return f"{text[:last]}{rest_of_line}\n{indent}- '{digest}'{newline or chr(10)}{below}"

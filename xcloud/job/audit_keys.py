@@ -15,10 +15,12 @@ def audit_signer(cloud: str) -> Sign | None:
     policy. Raises ConfigError for a key that cannot be used."""
     policy = this_clouds_policy()
     key_file = policy_file().parent / f"{cloud}.key"
+    # The key of another cloud, or a cloud without keys: then records are not signed.
     if policy.me != cloud or not key_file.exists():
         return None
     key = read_key(key_file)
     certificate = read_certificate(key_file.with_suffix(".pem"))
+    # A certificate beside another key would make signatures that nobody can check.
     if certificate.public_key.public_numbers() != key.public_key().public_numbers():
         raise ConfigError(f"{key_file.with_suffix('.pem')} is not the certificate of {key_file}")
 
@@ -37,6 +39,7 @@ def known_certificates() -> dict[str, list[Certificate]]:
     expired still shows who signed before."""
     policy = this_clouds_policy()
     folder = policy_file().parent
+    # peers are the others; this cloud's own records are signed by its own.
     files = {cloud: list(names) for cloud, names in policy.peers.items()}
     if policy.me is not None and (folder / f"{policy.me}.pem").exists():
         files[policy.me] = [f"{policy.me}.pem"]

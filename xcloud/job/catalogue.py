@@ -57,6 +57,7 @@ class Setting:
 def settings_of(config: DictConfig, group: str) -> list[Setting]:
     """Return the settings of a group, nested ones included. Raises ConfigError if unknown."""
     known = _all_settings(config)
+    # A point behind both: "train" is no group of "training.max_steps".
     found = [one for one in known if f"{one.key}.".startswith(f"{group}.")]
     if not found and OmegaConf.select(config, group) is None:
         groups = _groups(config, known)
@@ -69,13 +70,16 @@ def _all_settings(config: DictConfig) -> list[Setting]:
     """Return the settings of an experiment, and what else its config holds. The settings of a
     group stand before those of groups within it."""
     found: list[Setting] = []
+    # Unresolved: a value that refers to another one is shown so.
     filled = fill_in(OmegaConf.to_container(config, resolve=False), by_position=True)
     for node in walk(filled):
         value = node.value
+        # Settings of a group first, then those of groups within it, as walk() comes to them.
         if isinstance(value, dict) and "_target_" in value:
             found += _own_settings(value, node.path)
         elif not value or not isinstance(value, dict):
             node.is_closed = True
+            # A setting of a class is shown by its class, with what it takes and means.
             if not node.is_of_owner:
                 found.append(
                     Setting(node.path, takes="", default="", value=_word(value), means="")
@@ -95,11 +99,13 @@ def _own_settings(given: Mapping[str, Any], path: str) -> Iterator[Setting]:
     meanings = _meanings(target)
     defaults = {name: _word(default) for name, default in defaults_of(target).items()}
     try:
+        # Without its hints a class shows the annotations as they are written.
         hints = typing.get_type_hints(target, include_extras=True)
     except (NameError, TypeError):  # names that only a type checker imports
         hints = {}
     for name, parameter in inspect.signature(target).parameters.items():
         value = given.get(name)
+        # A group within this one has settings of its own.
         if isinstance(value, dict) and value.keys() - {"_target_"}:
             continue
         yield Setting(
@@ -116,13 +122,17 @@ def _meanings(target: type) -> dict[str, str]:
     string below the setting."""
     names = {name for name in inspect.signature(target).parameters}
     meanings: dict[str, str] = {}
+    # Bases first, so that what a class says of an inherited setting counts.
     for cls in reversed(inspect.getmro(target) if inspect.isclass(target) else [target]):
         text = " ".join(inspect.cleandoc(cls.__doc__ or "").split())
+        # "name: meaning", at the beginning or behind the end of another one; names that share a
+        # meaning stand before one colon.
         heads = [
             match
             for match in re.finditer(
                 r"(?:(?<=^)|(?<=[.;)] )|(?<=: ))([\w]+(?:, \w+)*):(?= )", text
             )
+            # A colon in a sentence is no setting, so one of the names must be one.
             if names.intersection(match[1].split(", "))
         ]
         for index, head in enumerate(heads):
@@ -140,6 +150,7 @@ def _below_fields(cls: type) -> dict[str, str]:
         source = inspect.getsource(cls)
     except (OSError, TypeError):  # a built-in class, or one made while the program runs
         return {}
+    # The source alone knows which string stands below which field: Python keeps none of them.
     (definition,) = ast.parse(textwrap.dedent(source)).body
     body = getattr(definition, "body", [])
     return {
@@ -174,13 +185,20 @@ def main(words: Sequence[str] | None = None) -> int:
     overrides = given.overrides or ["+exp=abnet_iwslt"]
     config = composed(overrides, conf_dir())
     if given.group is None:
-        return _list_groups(config)
+        for name in _groups(config, known=_all_settings(config)):
+            node = config.get(name)
+            if isinstance(node, DictConfig):
+                node = str(node.get("_target_", "")).rpartition(".")[2]
+            say(f"{name:<12} {'' if node is None else _word(node)}".rstrip())
+        say("\npython -m xcloud settings GROUP   lists the settings of one")
+        return 0
     entries = settings_of(config, group=given.group)
     if given.json:
         say(json.dumps([dataclasses.asdict(entry) for entry in entries], indent=1))
         return 0
     options = sorted(
         path.stem
+        # An option whose name begins with _ is a part of others.
         for path in (conf_dir() / given.group.replace(".", "/")).glob("*.yaml")
         if not path.stem.startswith("_")
     )
@@ -193,14 +211,4 @@ def main(words: Sequence[str] | None = None) -> int:
         )
         for text in filter(None, (facts, entry.means)):
             say(textwrap.indent(textwrap.fill(text, 92), "    "))
-    return 0
-
-
-def _list_groups(config: DictConfig) -> int:
-    for name in _groups(config, known=_all_settings(config)):
-        node = config.get(name)
-        if isinstance(node, DictConfig):
-            node = str(node.get("_target_", "")).rpartition(".")[2]
-        say(f"{name:<12} {'' if node is None else _word(node)}".rstrip())
-    say("\npython -m xcloud settings GROUP   lists the settings of one")
     return 0

@@ -17,6 +17,7 @@ from xcloud.tasks.tokenizer import Tokenizer
 PATH = "(a path)"
 """In place of a value that is a path: not sent, and equal to anything."""
 
+# Names and places of a run, which each cloud may choose; sizes are compared as row counts.
 _UNCOMPARED = {
     "name", "sweep", "label", "profile", "tracker", "follow_up", "hydra", "launch", "cluster.name",
     "task.sizes",
@@ -24,6 +25,7 @@ _UNCOMPARED = {
 MAX_VALUE = 160
 """Characters; a longer value is cut and followed by its digest."""
 
+# One cloud may have a GPU where another has none.
 _DEVICE = re.compile(r"cluster\.clouds\.[^.]+\.device")
 
 
@@ -39,23 +41,30 @@ def compared_settings(settings: Mapping[str, Any]) -> dict[str, str]:
     for node in walk(settings):
         value = node.value
         if node.path in _UNCOMPARED or _DEVICE.fullmatch(node.path):
+            # Nothing below it is compared, either.
             node.is_closed = True
             continue
+        # A mark says where a setting leads. Of a class from elsewhere there are no marks, so paths
+        # are guessed.
         mark, is_foreign = mark_of(node)
         if mark is not None:
             node.is_closed = True
+            # The value may name a folder of this machine; only what is left of it crosses.
             text = _marked(mark, value=value)
             if text is not None:
                 found[node.path] = text
         elif isinstance(value, Mapping) and value:
+            # Clouds and ranks are numbered in the order in which members stand.
             if node.path and "_target_" not in value:  # the order of members may count
                 found[node.path] = as_text(list(value))
+        # Each entry is compared by itself.
         elif isinstance(value, list | tuple) and value:
             continue
         elif isinstance(value, str) and is_foreign and node.name != "_target_" and is_place(value):
             found[node.path] = PATH
         else:
             found[node.path] = as_text(value)
+    # JSON between its quotes: keys are ASCII too, in one line.
     return {json.dumps(key)[1:-1]: value for key, value in found.items()}
 
 
@@ -79,6 +88,7 @@ def _contents(path: object, check: Callable[[Path], object] | None) -> str:
     if not isinstance(path, str):
         return as_text(path)
     file = Path(path).expanduser()
+    # Two clouds need not have the same files: whose stage reads it must have it.
     if not file.is_file():
         return PATH
     if check is not None:
@@ -92,9 +102,11 @@ def digest_of(data: bytes) -> str:
 
 def as_text(value: object) -> str:
     """JSON, in ASCII; 2 and 2.0 are one number."""
+    # A file may say 2 and a command line 2.0.
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     text = json.dumps(value, default=str)
+    # A long value crosses in every agreement, so it is cut; its digest still tells it apart.
     if len(text) > MAX_VALUE:
         text = f"{text[: MAX_VALUE - 40]}... (digest {digest_of(text.encode())})"
     return text

@@ -60,10 +60,14 @@ class Settings:
         """
         plain = looked_up(config)
         if policy is not None:
+            # Before all else: from here on what the file names is looked up, and by that imported.
             policy.check_build(plain)
+        # Earlier keys go first, as the checks below would refuse them.
         drop_keys(plain)
         check_keys(plain)
         check_values(plain)
+        # A file of this cloud may leave the class of a group to its key; one from elsewhere says
+        # all classes, so that the policy has seen them.
         plain = fill_in(plain, by_position=policy is None)
         check_keys(plain)  # of groups that change a default
         return cls(Job.of(build(plain)), plain)
@@ -77,6 +81,7 @@ class Settings:
         """Return other settings, with these values by dotted name."""
         plain = copy.deepcopy(dict(self.plain))
         for key, value in changes.items():
+            # Lists have no dotted names inside: they are replaced as a whole.
             node = plain
             *path, name = key.split(".")
             for part in path:
@@ -88,6 +93,7 @@ class Settings:
     def kept(self) -> dict[str, Any]:
         """The settings that a file, the tracker and other ranks are given: without the plan that
         was asked for and without the user's command on an event."""
+        # The plan has done its work when a run begins, and a command is a user's own.
         kept = {key: value for key, value in self.plain.items() if key != "plan"}
         if kept.get("launch"):
             kept["launch"] = {**kept["launch"], "on_event": None}
@@ -114,10 +120,12 @@ def fill_in(settings: Any, by_position: bool = False) -> Any:
     by_position: a group without a `_target_` is of the class that its key takes, if that is one.
     """
     filled = copy.deepcopy(settings)
+    # walk() comes to what was filled in here, too: defaults may be groups of their own.
     for node in walk(filled):
         if isinstance(node.value, dict) and "_target_" in node.value:
             made = _named(str(node.value["_target_"]))
             full = with_defaults(made, given=node.value, by_position=by_position)
+            # The same dict stays where it hangs, so nodes that hold it see the defaults.
             node.value.clear()  # in place, and in the order of the constructor
             node.value.update(full)
     return filled
@@ -139,6 +147,7 @@ def build(node: Any, path: str = "") -> Any:
         return node
     built = {
         key: build(entry, path=f"{path}.{key}" if path else str(key))
+        # Inner ones first: a constructor gets objects, never plain data.
         for key, entry in node.items()
         if key != "_target_"
     }
@@ -147,8 +156,11 @@ def build(node: Any, path: str = "") -> Any:
     try:
         return _named(str(node["_target_"]))(**built)
     except (ConfigError, DataError) as error:
+        # An error that names the key already, or one below it, is complete.
         named = not path or str(error).startswith((f"{path}.", f"{path} "))
         raise type(error)(str(error) if named else f"{error} (in {path})") from error
+    # A constructor may raise anything; the first line says what, the rest is its traceback's
+    # matter.
     except Exception as error:
         raise ConfigError(f"{path or 'config'}: {_lines(error)[0]}") from error
 
@@ -175,13 +187,17 @@ def looked_up(config: Mapping[str, Any] | DictConfig) -> dict[str, Any]:
         try:
             settings = {str(key): _setting(config, str(key)) for key in config if key != "hydra"}
         except InterpolationKeyError as error:
+            # To name the nearest keys the references stay as they were written.
             raw = OmegaConf.to_container(config)
             raise ConfigError(
                 does_not_fit(_lines(error)[0], settings=dict(dotted(raw)))
             ) from error
         except OmegaConfBaseException as error:
             raise ConfigError(_lines(error)[0]) from error
+    # Behind the references, which may still be written by their old names.
     rename(settings)
+    # What was looked up holds no reference of its own: a value with one would be looked up where
+    # the file is read next.
     for key, value in dotted(settings):
         if "${" in str(value):  # it would be taken for one wherever the file is read
             raise ConfigError(f"{key} is {value!r}, but {NO_REFERENCE}")
@@ -210,7 +226,12 @@ def check_values(settings: Mapping[str, Any]) -> None:
     if "???" not in str(settings):  # mostly not, and to ask takes longer
         return
     if missing := OmegaConf.missing_keys(OmegaConf.create(dict(settings))):
-        raise _have_no_value(sorted(missing))
+        text = f"these settings have no value yet: {', '.join(sorted(missing))}"
+        text += "; give them as key=value"
+        if "name" in missing:  # nothing was chosen
+            there = sorted(path.stem for path in (project_root() / "conf" / "exp").glob("*.yaml"))
+            text += f", or choose an experiment: +exp= one of {', '.join(there)}"
+        raise ConfigError(text)
 
 
 def _setting(config: DictConfig, key: str) -> Any:
@@ -218,15 +239,6 @@ def _setting(config: DictConfig, key: str) -> Any:
         return "???"
     value = config[key]
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-
-
-def _have_no_value(missing: list[str]) -> ConfigError:
-    """Build the error for settings that have no value yet."""
-    text = f"these settings have no value yet: {', '.join(missing)}; give them as key=value"
-    if "name" in missing:  # nothing was chosen
-        there = sorted(path.stem for path in (project_root() / "conf" / "exp").glob("*.yaml"))
-        text += f", or choose an experiment: +exp= one of {', '.join(there)}"
-    return ConfigError(text)
 
 
 def check_keys(settings: Any, path: str = "") -> None:
@@ -240,6 +252,7 @@ def check_keys(settings: Any, path: str = "") -> None:
     lacking: list[str] = []
     for node in walk(settings, path):
         if node.path in unknown:
+            # What lies below an unknown key belongs to nobody, and one line for it is enough.
             node.is_closed = True
         elif isinstance(node.value, Mapping):
             here = f"{node.path}." if node.path else ""
@@ -249,6 +262,7 @@ def check_keys(settings: Any, path: str = "") -> None:
     if unknown:
         lines = []
         for key, (where, name, known) in unknown.items():
+            # Only for whole settings is there another place to look.
             like = _elsewhere(settings, key) if not path else ""
             lines.append(unknown_key(where, name, known, elsewhere=like))
         raise ConfigError("\n".join(lines))
@@ -275,6 +289,8 @@ def _wrong_keys(given: Mapping[str, Any], path: str) -> tuple[list[str], list[st
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             wrong = [str(key) for key in given if key not in parameters and key != "_target_"]
             return wrong, [*parameters], lacking
+    # A mapping without a constructor: entries that a user names, such as clouds or hooks. If some
+    # are constructor calls, one that is not is misspelled.
     groups = {str(key): "_target_" in e for key, e in given.items() if isinstance(e, Mapping)}
     known = [name for name, is_whole in groups.items() if is_whole]
     if not known:
@@ -290,8 +306,11 @@ def _parameters(target: str) -> Mapping[str, inspect.Parameter]:
 
 def _elsewhere(settings: Mapping[str, Any], key: str) -> str:
     """Return the setting with nearly the last name of `key` that is most like it, if any."""
+    # The defaults count, too: a key that nobody has written may be the one that was meant.
     names = [name for name, _ in dotted(fill_in(settings)) if name != key]
     last = {name: name.rpartition(".")[2] for name in names}
+    # 0.85 lets one letter in seven differ: a key far away must be spelled nearly right to be
+    # proposed.
     near = difflib.get_close_matches(key.rpartition(".")[2], {*last.values()}, 1, 0.85)
     found = [name for name in last if last[name] in near]
     return (difflib.get_close_matches(key, found, 1, 0.0) or [""])[0]
@@ -302,10 +321,12 @@ def read_plain(path: Path, approve: Callable[[bytes, Path], None] | None = None)
 
     Raises ConfigError.
     """
+    # The text is read once, by whoever approves it, and parsed from these bytes.
     text = plain_text(path, approve)
     try:
         return from_yaml(text)
     except (yaml.YAMLError, ValueError) as error:
+        # `from None`: the parser's own error shows lines of a file that is somebody else's.
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
 
 
@@ -316,6 +337,7 @@ def this_clouds_policy() -> Policy:
     there is none, of ~/.config/xcloud. Raises ConfigError.
     """
     path = policy_file()
+    # A link that leads nowhere is a policy that is missing, and must not count as none.
     is_there = os.environ.get("XCLOUD_POLICY") or os.path.lexists(path)
     return Policy.of(read_plain(path), path) if is_there else Policy()
 
@@ -341,6 +363,7 @@ def flatten(plain: Mapping[str, Any]) -> dict[str, object]:
     for path, value in dotted(plain):
         where, _, key = path.rpartition(".")
         if key == "_target_":
+            # The class of a group is what tells two runs apart, and its module is not.
             flat[where or "experiment"] = str(value).rsplit(".", 1)[-1]
         else:
             flat[path] = value

@@ -86,10 +86,19 @@ def read_settings(path: Path, approve: Callable[[bytes, Path], None] | None = No
 
 
 def read_shared(path: Path, run_dir: Path) -> Settings:
-    """Read a file that several clouds share, if this cloud has approved it, and build its job."""
+    """Read a file that several clouds share, if this cloud has approved it, and build its job.
+
+    The bounds of this cloud's policy hold for what is read, written, contacted and held, too.
+    Raises ConfigError with all that is refused.
+    """
     policy = this_clouds_policy()
+    # The bytes that are compared with the approved digest are those that are parsed: between two
+    # readings the file could change.
     config = read_config(path, approve=partial(policy.check_approved, policy_file=policy_file()))
-    return _shared(config, run_dir)
+    settings, refusals = _refusals(config, policy, run_dir)
+    policy.refuse(refusals)
+    assert settings is not None
+    return settings
 
 
 class ToApprove(NamedTuple):
@@ -123,24 +132,12 @@ def read_to_approve(path: Path) -> ToApprove:
     policy = this_clouds_policy()
     settings, refusals = _refusals(config, policy, run_dir=path.absolute().parent)
     refusal = None
+    # Here a refusal is to be shown beside all else, not to end it.
     try:
         policy.refuse(refusals)
     except ConfigError as error:
         refusal = error
     return ToApprove(resolved(config), settings, digest=found[0], refusal=refusal)
-
-
-def _shared(config: Mapping[str, Any], run_dir: Path) -> Settings:
-    """Build the job of a file that several clouds share, within the bounds of this cloud's policy.
-
-    They hold for what is read, written, contacted and held, too. Raises ConfigError with all that
-    is refused.
-    """
-    policy = this_clouds_policy()
-    settings, refusals = _refusals(config, policy, run_dir)
-    policy.refuse(refusals)
-    assert settings is not None
-    return settings
 
 
 def _refusals(
@@ -154,15 +151,19 @@ def _refusals(
     """
     plain = resolved(config)
     found = policy.refused(plain, run_dir)
+    # Building contacts nobody and writes nothing, so with only these refused the job can be built,
+    # to be asked what else is.
     if all(one.key in ("addresses", "write", "clouds", "require") for one in found):
         try:
             settings = Settings.of(config, policy)
         except (ConfigError, DataError):
+            # A refused address, say, may be the cause of the error.
             if not found:
                 raise
             return None, found  # what is refused comes first: its lines say what to allow
         return settings, [*found, *_refused_job(settings, policy)]
     other, replaced = policy.without_refused_places(plain, run_dir)
+    # Building calls constructors, so the policy looks at this second config as at any other.
     try:
         policy.check_build(other)
         found += _refused_job(Settings.of(other, policy), policy, instead=replaced)
@@ -190,6 +191,7 @@ def _refused_job(
 @contextlib.contextmanager
 def _composing(conf_dir: Path) -> Iterator[None]:
     """Let `compose` take groups and options from conf_dir; a Hydra in use rests meanwhile."""
+    # Hydra has one instance in a process; run.py may be inside of it.
     outer = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
@@ -210,19 +212,26 @@ def with_overrides(path: Path, overrides: Sequence[str], conf_dir: Path) -> Dict
     if wrong := unreadable(overrides):
         raise ConfigError("\n".join(wrong))
     for word in overrides:
+        # Hydra's own settings are about composing, which a run that resumes does not do.
         if word.startswith("~") or re.match(r"\+*hydra[./]", word):
             raise ConfigError(f"{word}: give settings of the run as key=value to resume it")
     config = OmegaConf.create(read_config(path))
+    # Before anything is composed into it: the file may come from elsewhere.
     this_clouds_policy().check_build(resolved(config))
     is_group = groups_of(conf_dir)
     try:
         for found in parsed(for_hydra(overrides, is_group)):
+            # A value is set in the file as it is. An option of a group is composed alone, then put
+            # in its place.
             if found.is_delete() or sets_value(found, is_group):
                 set_values(config, words=[found])
             else:
                 key = found.key_or_group.replace("/", ".")
                 chosen = composed([str(found.input_line)], conf_dir)
+                # Resolved by itself: references of an option would else look into a config that
+                # has none of its defaults.
                 value = OmegaConf.to_container(OmegaConf.select(chosen, key), resolve=True)
+                # merge=False: the option before leaves nothing behind.
                 OmegaConf.update(config, key, value, merge=False)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(in_one_line(error)) from error
@@ -243,6 +252,7 @@ def resumed(run_dir: Path, overrides: Sequence[str], conf_dir: Path) -> tuple[Se
     check_is_run(run_dir, f"{EVENTS_FILE}*", "events.*.jsonl*")
     file = run_dir / EXPERIMENT_FILE
     settings = Settings.of(with_overrides(file, overrides, conf_dir))
+    # A run that was finished has something left to do only if it got more steps.
     if read_summary(run_dir).get("status") == "finished":
         return settings, settings.job.max_steps > read_settings(file).job.max_steps
     return settings, True
@@ -290,12 +300,14 @@ class Composer:
             found = read(word)
             if found is None:
                 raise ConfigError("\n".join(unreadable(words)))
+            # A deleted group is a choice, too: what Hydra composes then is without it.
             of_group = self._is_group(found.key_or_group) and found.is_delete()
             if of_group or not (found.is_delete() or sets_value(found, is_group=self._is_group)):
                 choices.append(word)
             else:
                 values.append(found)
         try:
+            # Hydra takes up to 0.2 s for a config, and the points of a sweep share few choices.
             if tuple(choices) not in self._shared:
                 self._shared[tuple(choices)] = SharedChoices(self._load(choices))
             return self._shared[tuple(choices)].with_values(values)
@@ -310,6 +322,7 @@ class SharedChoices:
     def __init__(self, config: DictConfig) -> None:
         self._config = config
         self._plain = looked_up(config)
+        # Settings that are referred to decide others, so Hydra has to set them.
         raw = str(OmegaConf.to_container(config))
         inside = re.findall(r"\$\{([^${}]*)\}", raw)
         self._referred = {f"{name}." for text in inside for name in re.findall(r"[\w.]+", text)}
@@ -318,6 +331,8 @@ class SharedChoices:
         """Return plain settings with these values. Raises as Hydra."""
         settings = copy.deepcopy(self._plain)
         if all(self._is_set(settings, word) for word in words):
+            # All of them in plain data, or all by Hydra: words may overwrite each other, and their
+            # order counts.
             return settings
         config = self._config.copy()
         set_values(config, words)
@@ -328,8 +343,10 @@ class SharedChoices:
         key = word.key_or_group
         value = word.value()
         is_plain = value is None or isinstance(value, bool | int | float | str)
+        # What may become a reference, and escapes, mean what Hydra says.
         if word.is_delete() or not is_plain or "${" in str(value) or "\\" in str(value):
             return False
+        # A name that begins with a point is relative, so it may mean this key.
         below = f"{key}."
         if any(n.startswith((below, ".")) or below.startswith(n) for n in self._referred):
             return False
@@ -339,6 +356,7 @@ class SharedChoices:
             if not isinstance(node.get(part), dict):
                 return False
             node = node[part]
+        # A plain value in place of a group deletes what stands in it.
         if isinstance(node.get(last), dict | list):
             return False
         node[last] = value
@@ -372,17 +390,21 @@ def explained(error: Exception, overrides: Sequence[str], is_sweep: bool = False
 
 def in_one_line(error: Exception) -> str:
     """Return Hydra's words; where a group lacks an option, the nearest one and all there are."""
+    # The line that says where a default list went wrong comes second.
     lines = str(error).strip().splitlines()[: 1 + ("your default list" in str(error))]
     lines += str(error.__cause__ or "").strip().splitlines()[:1]
     message = " ".join(dict.fromkeys(lines))
+    # Hydra names the group and the two options, not what to do.
     if twice := re.match(r"Multiple values for ([^.]+)\.", message):
         return f"{twice[1]} is chosen already; to choose another write {twice[1]}=OPTION"
+    # Options stand one a line behind a tab, up to the providers of Hydra's plugins.
     _, found, below = str(error).partition("Available options in ")
     options = [line.strip() for line in below.splitlines()[1:] if line.startswith("\t")]
     options = [option for option in options if not option.startswith("_")]  # parts of others
     options = list(takewhile(lambda option: "provider=" not in option, options))
     if not found or not options:
         return message
+    # 'group/option' is the last text in quotes.
     wrong = message.split("'")[-2]  # group/option
     near = meant(wrong.rpartition("/")[2], known=options)
     return f"there is no {wrong}{near} There are: {', '.join(options)}"
@@ -415,10 +437,12 @@ def compose_follow_up(
     """
     if not settings.plain.get("follow_up"):
         return None
+    # An experiment that was composed here is the user's own, what a file asks to follow is not.
     policy = None if own else this_clouds_policy()
     experiment = cast(FollowedJob, settings.job)  # no other has a follow_up
     try:
         leaves = experiment.model.leaves(run_dir)
+        # What the first run leaves goes in front, so that follow_up may overrule it.
         first = {"seed": experiment.seed, "cache_dir": experiment.cache_dir, **leaves}
         given = [as_override(f"++{key}", text=value) for key, value in first.items()]
         with _composing(conf_dir):  # what follow_up names itself comes later, and counts
@@ -426,15 +450,22 @@ def compose_follow_up(
                 raise ConfigError(wrong[0])
             named = parsed(experiment.follow_up)
             if policy is not None:
+                # Before anything is composed, as composing reads files that words name.
                 _check_words(named, is_group=groups_of(conf_dir))
             words = for_hydra([*given, *experiment.follow_up], is_group=groups_of(conf_dir))
             config = compose("config", overrides=words)
+        # A tracker may have keys that the composed one has not.
         OmegaConf.set_struct(config, False)
+        # The same tracker, unless follow_up chooses one: both runs are shown together.
         if not any(word.key_or_group.split(".")[0] == "tracker" for word in named):
             config.tracker = settings.plain["tracker"]
         if policy is not None:
+            # Behind composing and before resolving: here every reference can be seen, and none has
+            # been looked up.
             _check_interpolations(config, conf_dir)
         following = Settings.of(config, policy)
+        # Only where it reads what the first run will leave: that is not there yet, so its files
+        # can't be checked.
         if any(OmegaConf.select(config, key) == value for key, value in leaves.items()):
             _check_reading(following.job.pipeline, first=experiment)
         else:
@@ -458,11 +489,13 @@ def _check_words(words: Sequence[Override], is_group: Callable[[str], bool]) -> 
     for word in words:
         key = word.key_or_group
         value = word.value()
+        # Hydra reads an option by its path, "../../x" included.
         leads_out = is_group(key) and not re.fullmatch(r"[\w-]+(/[\w-]+)*", str(value))
         is_own = key.split("/")[0].split(".")[0] in ("hydra", "defaults")
         values = value if isinstance(value, list) else [value]
         is_plain = all(one is None or isinstance(one, str | int | float) for one in values)
         is_plain = is_plain and not (word.is_sweep_override() or word.is_delete())
+        # Brackets call Hydra's functions, backslash and $ write references.
         is_plain = is_plain and not re.search(r"[\\${}()]", f"{word.input_line}{value}")
         if is_own or leads_out or not is_plain:
             raise ConfigError(
@@ -477,6 +510,7 @@ def _check_interpolations(config: DictConfig, conf_dir: Path) -> None:
     It looks at what was composed, before anything is resolved, so that no way to write one past
     the words is a way past this.
     """
+    # A reference that stands in conf/ was written here, however it came into this config.
     known = "".join(file.read_text("utf-8") for file in sorted(conf_dir.rglob("*.yaml")))
     for node in walk(OmegaConf.to_container(config)):
         for text in (node.name, node.value):
@@ -489,6 +523,7 @@ def _check_interpolations(config: DictConfig, conf_dir: Path) -> None:
 
 def _check_reading(job: PipelineJob, first: FollowedJob) -> None:
     """Check a job that reads what `first` will leave, which is not there yet."""
+    # The task's files are there; the model's are what `first` will write.
     job.task.check()
     most = first.model.max_positions
     if most is not None and job.task.max_length > most:
@@ -502,4 +537,5 @@ def check_is_run(folder: Path, *files: str) -> None:
     """Raise ConfigError unless the folder has one of these files (patterns), which runs have."""
     check_is_folder(folder)
     if not any(any(folder.glob(file)) for file in files):
+        # The first pattern is the usual file; the others only ranks of other clouds have.
         raise ConfigError(f"{folder} holds no run: there is no {files[0].rstrip('*')} in it")

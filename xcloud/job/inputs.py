@@ -14,6 +14,7 @@ from typing import Any
 from xcloud.base.walk import walk
 from xcloud.pretrained import contents_of
 
+# Settings whose names end so lead to files, in every task and model.
 _READ = re.compile(r"(task|model)\.(.*\.)?(\w*_)?(path|paths|file|checkpoint)")
 
 
@@ -27,7 +28,9 @@ def inputs_of(settings: Mapping[str, Any], cache_dir: Path) -> dict[str, str]:
     """
     digests = {}
     for node in walk(settings):
+        # An index of a list is no part of a setting's name.
         if isinstance(node.value, str) and node.value and _READ.fullmatch(node.setting):
+            # A name on the hub has no contents here.
             digest = contents_of(Path(node.value).expanduser(), cache_dir)
             if digest is not None:
                 digests[node.setting] = digest

@@ -43,7 +43,9 @@ from xcloud.line.relayed import SAYS_EVERY_S, Side, enter
 from xcloud.record.files import replace_text
 from xcloud.security.policy import MAX_BYTES, Policy
 
+# Between machines: the other side has to compute a few milliseconds.
 _ANSWER_S = 20.0
+# Short enough to be said; two invitations at once rarely meet.
 _MAX_NUMBER = 999
 _TRIED_NUMBERS = 5
 _LENGTH = struct.Struct("<I")
@@ -68,16 +70,19 @@ class Code:
 
     @property
     def room(self) -> bytes:
+        # Public: who knows the number alone finds the room and still lacks the words.
         return hashlib.sha256(f"xcloud invitation {self.number}".encode()).digest()
 
     @classmethod
     def new(cls) -> Code:
         words = secrets.choice(WORDS), secrets.choice(WORDS)
+        # The words are drawn apart from the number, 256 each: 65,536 ways.
         return cls(1 + secrets.randbelow(_MAX_NUMBER), words=words)
 
     @classmethod
     def read(cls, text: str) -> Code:
         """Read a code as somebody types it. Raises ConfigError."""
+        # As people type what they hear: capitals and blanks around it do not count.
         number, *words = text.strip().lower().split("-")
         if not (number.isdecimal() and len(number) < 6 and len(words) == 2):
             raise ConfigError(f"{text!r} is no code such as 7-guitar-orbit")
@@ -99,9 +104,11 @@ class CodedConnection:
         plain.settimeout(_ANSWER_S)
         self._plain = plain
         self._me, self._other = (b"invite", b"accept") if invites else (b"accept", b"invite")
+        # Each side has an element of its own, so that a message can't be sent back to its sender.
         side = (SPAKE2_A if invites else SPAKE2_B)(
             str(code).encode(), idA=b"xcloud invite", idB=b"xcloud accept"
         )
+        # Two messages cross, after which both have a key, the same one only if their words were.
         self._send(side.start())
         try:
             self._key: bytes = side.finish(self._receive())
@@ -118,6 +125,7 @@ class CodedConnection:
     def send_message(self, message: Mapping[str, Any]) -> None:
         """Send the one message of this side."""
         data = json.dumps(message).encode()
+        # Each side has a key of its own: with a fixed nonce a key may seal one message alone.
         key = self._derived(self._me, purpose=b"message")
         self._send(ChaCha20Poly1305(key).encrypt(_NONCE, data, None))
 
@@ -125,6 +133,7 @@ class CodedConnection:
         """Return the values of the other side's one message, which are texts."""
         key = self._derived(self._other, purpose=b"message")
         try:
+            # Whoever knew the words may still send anything, so it is read as a stranger's.
             data = ChaCha20Poly1305(key).decrypt(_NONCE, self._receive(), None)
             found = parsed_json(data)
             values = [found[key] for key in keys]
@@ -136,9 +145,11 @@ class CodedConnection:
 
     def _check(self) -> None:
         try:
+            # A side with other words ends here, which looks like a line that breaks.
             told = self._receive()
         except ConfigError:
             raise ConfigError(_NO_KEY) from None
+        # compare_digest takes as long for every wrong text.
         if not hmac.compare_digest(told, self._derived(self._other, purpose=b"knows the words")):
             raise ConfigError(_NO_KEY)
 
@@ -154,6 +165,7 @@ class CodedConnection:
     def _receive(self) -> bytes:
         try:
             (num_bytes,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
+            # Before memory is reserved for it.
             if num_bytes > _MAX_MESSAGE_BYTES:
                 raise ConfigError(_NO_SENSE)
             return self._exactly(num_bytes)
@@ -163,6 +175,7 @@ class CodedConnection:
     def _exactly(self, num_bytes: int) -> bytes:
         data = bytearray()
         while len(data) < num_bytes:
+            # recv returns what there is, which may be a part.
             if not (more := self._plain.recv(min(num_bytes - len(data), 1 << 16))):
                 raise ConfigError("the other owner is gone, or knew other words")
             data += more
@@ -186,11 +199,13 @@ def invite(words: Sequence[str]) -> int:
 
 def _invite(given: argparse.Namespace, is_first: bool) -> int:
     found: list[bytes] = []
+    # The bytes that were read are those that are sent.
     settings = read_settings(given.experiment, approve=lambda data, _: found.append(data))
     layout = settings.job.cluster
     others = [name for name in layout.clouds if name != given.cloud]
     if given.cloud not in layout.clouds:
         raise ConfigError(f"--cloud is {given.cloud!r}; the clouds are {', '.join(others)}")
+    # Of two clouds the other one is clear; of more it has to be said.
     if given.peer not in others and (given.peer or len(others) > 1):
         raise ConfigError(f"--peer must be the other owner's cloud: {' or '.join(others)}")
     peer = given.peer or others[0]
@@ -198,6 +213,7 @@ def _invite(given: argparse.Namespace, is_first: bool) -> int:
     if relay is None:
         raise ConfigError("the file has no cluster.relay: name a relay by --relay HOST:PORT")
     own = _own_certificate(given.cloud)
+    # The code is shown by _wait_at, then nothing happens until the other owner types it.
     plain, code = _wait_at(relay)
     with plain:
         exchange = CodedConnection(plain, code, invites=True)
@@ -221,17 +237,20 @@ def accept(words: Sequence[str]) -> int:
     given = parser.parse_args(words)
     _check_library()
     code = Code.read(given.code)
+    # Asked before anybody is called: the code works once.
     if os.path.lexists(given.out):
         raise ConfigError(f"{given.out} is there already; move it away, or give --out")
     try:
         plain = enter(_address(given.relay), room=code.room, side=Side.DIALS)
     except LinkError as error:
         raise ConfigError(str(error)) from None
+    # The relay's part ends with the exchange: what follows needs no connection.
     with plain:
         exchange = CodedConnection(plain, code, invites=False)
         peer, me, certificate, text = exchange.receive_message(
             "from", "for", "certificate", "file"
         )
+        # From here on this cloud has a policy, which the key lies beside.
         with _policy_of(me) as is_first:
             exchange.send_message({"certificate": _own_certificate(me).pem})
             replace_text(given.out, text)
@@ -260,9 +279,11 @@ def _wait_at(relay: str) -> tuple[socket.socket, Code]:
         code = Code.new()
         say(f"the other owner runs: python -m xcloud accept {code} --relay {relay}")
         try:
+            # A relay answers who waits every SAYS_EVERY_S; after three in vain it is gone.
             within_s = 3 * SAYS_EVERY_S
             return enter(address, room=code.room, side=Side.ALONE, within_s=within_s), code
         except LinkError as error:
+            # A number that is taken is no error: another one is drawn.
             if not tries_left or "is taken" not in str(error):
                 raise ConfigError(f"the other owner did not come: {error}") from None
             say(f"not so: {error}")
@@ -288,10 +309,12 @@ def _policy_of(me: str) -> Iterator[bool]:
         yield False
         return
     where.parent.mkdir(parents=True, exist_ok=True)
+    # A policy that allows nothing: if anything below fails, nothing runs by it.
     replace_text(where, text=yaml.safe_dump({"me": me, "approved": []}))
     try:
         yield True
     finally:
+        # Nothing was approved, so the owner has no policy, as before.
         if not this_clouds_policy().approved:
             where.unlink()
 
@@ -299,6 +322,7 @@ def _policy_of(me: str) -> Iterator[bool]:
 def _own_certificate(me: str) -> Certificate:
     """Return this cloud's certificate; its key is made where there is none."""
     folder = policy_file().parent
+    # A key that is there may be known to others already.
     if os.path.lexists(folder / f"{me}.key"):
         return read_certificate(folder / f"{me}.pem")
     return make_key(me, folder)
@@ -314,11 +338,13 @@ def _agree(file: Path, me: str, peer: str, pem: str, is_first: bool, yes: bool) 
     where = policy_file()
     known = {"peers": {peer: [f"{peer}.pem"]}}
     if is_first:
+        # Approved by `approve` below, once the owner has seen the file.
         keys = {**strict_policy(file, cloud=me), "approved": [], **known}
         text = HEADER.format(file=file.name) + yaml.safe_dump(keys, sort_keys=False)
         Policy.of(keys, where)
         replace_text(where, text)
         say(f"{where}, the first policy of this cloud:\n{text}")
+    # A policy that its owner wrote is not changed by a stranger's certificate.
     elif peer not in this_clouds_policy().peers:
         more = yaml.safe_dump(known, default_flow_style=True).strip()
         raise ConfigError(
@@ -333,11 +359,13 @@ def _keep_certificate(peer: str, pem: str) -> None:
     none, or where another lies there."""
     check_name("the name of the other cloud", name=peer, spoken=True)
     file = policy_file().parent / f"{peer}.pem"
+    # Another certificate under the same name may be an attack.
     if os.path.lexists(file) and file.read_text() != pem:
         raise ConfigError(
             f"{file} is another certificate than {peer} has now: ask its owner why, and move it "
             "away if that is right"
         )
+    # Read before it is kept under the peer's name.
     with tempfile.TemporaryDirectory() as folder:
         tried = Path(folder) / file.name
         tried.write_text(pem)

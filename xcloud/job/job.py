@@ -170,6 +170,7 @@ class Job(OfJob, ABC):
 
         Such as "int8+int8 two_clouds abnet_iwslt s1", in a sweep "int8+int8 s1".
         """
+        # The label of a sweep's point is unlike the others', which is all that a table needs.
         own = self.label or f"{self.labels.variant} {self.cluster.name} {self.name}"
         return f"{own} s{self.seed}"
 
@@ -205,6 +206,7 @@ class Job(OfJob, ABC):
 
     def statistics(self) -> RunStatistics:
         num_ranks = self.cluster.num_ranks
+        # Ranks that come and go leave steps that only some have reported.
         kind = ElasticCollector if self.roster.is_elastic else StepCollector
         return RunStatistics(
             steps=kind(num_ranks), figures=self.figures, prices=self.cluster.prices
@@ -290,6 +292,8 @@ class PipelineJob(Job):
     def next_command(self, run_dir: Path) -> str | None:
         """Return the command that the task proposes next, where all stages are on this machine and
         compressed as the settings say."""
+        # The command reads all stages from here, and what a codec has learned is chosen while the
+        # run goes on.
         stages = range(self.cluster.num_stages)
         files = [run_dir / MODEL_DIR / f"stage{stage}.safetensors" for stage in stages]
         command = getattr(self.task, "next_command", None)
@@ -302,6 +306,7 @@ class PipelineJob(Job):
 
     @property
     def places(self) -> ModelPlacement:
+        # Labels of groups by which a resume names what has changed.
         labels = {"compression": self.compression.label, "schedule": self.schedule.label,
                   "cluster": self.cluster.describe()}  # fmt: skip
         return ModelPlacement.held(
@@ -316,9 +321,12 @@ class PipelineJob(Job):
         are computed from protected ones.
         """
         last = self.cluster.num_stages - 1
+        # Messages behind a cloud that does not hold the protected data are computed from protected
+        # ones, so only the boundary where it leaves acts.
         first_cloud, here, there, last_cloud = (
             self.cluster.stage_cloud(s, replica) for s in (0, stage, stage + 1, last)
         )
+        # Forward it leaves the first stage's cloud, backward the last one's.
         leaves = {"forward": here == first_cloud != there, "backward": there == last_cloud != here}
         return {w: d for w, d in self.security.defences.items() if d is not None and leaves[w]}
 
@@ -335,9 +343,11 @@ class PipelineJob(Job):
     @cached_property
     def cached_boundaries(self) -> list[int]:
         """The boundaries after which clouds keep rows of frozen parts."""
+        # 0 MB: no cache was asked for.
         if not self.training.activation_cache_mb:
             return []
         leaves = self.cluster.leaves_cloud
+        # Rows are the same in every epoch only below frozen parts.
         return [s for s, boundary in self.boundaries.items() if boundary.is_constant and leaves(s)]
 
     @cached_property
@@ -353,6 +363,7 @@ class PipelineJob(Job):
     @property
     def max_micro_batch(self) -> int:
         """The number of samples of the largest micro-batch, in training or evaluation."""
+        # The fewest micro-batches make the largest ones.
         min_count = min(schedule.num_micro_batches for schedule in self.schedules)
         min_count *= self.training.accumulate_steps  # over all passes
         return max(-(-self.training.batch_size // min_count), self.training.eval_batch_size)
@@ -371,15 +382,19 @@ class PipelineJob(Job):
         layout = self.cluster
         size = self.training.batch_size
         periods = [
+            # Only boundaries that cross a line compress, and so remember.
             layout.rank_period(stage)
             for stage in range(layout.num_stages - 1)
             if layout.leaves_cloud(stage)
             and (self.compression.at_boundary(stage).has_memory or stage in self.cached_boundaries)
         ]
+        # Pairs of ranks repeat after as many micro-batches; the lcm is where all boundaries repeat
+        # at once.
         period = math.lcm(*periods)
         num_micro_batches = self.schedule.num_micro_batches
         if period == 1:
             return BatchPlan(num_samples, batch_size=size, seed=self.seed)
+        # Each pass of an update goes through the same ranks again.
         ranks = [i % period for i in range(num_micro_batches)] * self.training.accumulate_steps
         return PinnedBatchPlan(num_samples, batch_size=size, seed=self.seed, group_of_piece=ranks)
 

@@ -64,6 +64,7 @@ def leaving(job: SendingJob) -> Iterator[Outbound]:
             yield from _at_boundary(job, stage, replica)
     first = layout.cloud_of(0)
     for cloud in layout.clouds:
+        # Reports go to rank 0, and orders come from it, whichever cloud holds which stage.
         if cloud != first:
             yield Outbound(cloud, first, "report", REPORTS, "in every step and between steps")
             yield Outbound(first, cloud, "norm", "norms, orders, heartbeats", "in every step")
@@ -71,6 +72,7 @@ def leaving(job: SendingJob) -> Iterator[Outbound]:
 
 def _at_boundary(job: SendingJob, stage: int, replica: int) -> Iterator[Outbound]:
     here, there = (job.cluster.stage_cloud(s, replica) for s in (stage, stage + 1))
+    # A boundary inside of a cloud crosses no line.
     if here == there:
         return
     boundary = job.boundaries[stage]
@@ -78,6 +80,7 @@ def _at_boundary(job: SendingJob, stage: int, replica: int) -> Iterator[Outbound
         parts = ", ".join(f"{[*s.shape]} {s.dtype}".replace("torch.", "") for s in boundary.start)
         num_bytes = sum(spec.num_bytes for spec in boundary.start)
         yield Outbound(here, there, "start", f"weights {parts}", "once", max_bytes=num_bytes)
+    # Rounded up, as the first replicas may have one more.
     num = -(-job.num_pieces // job.cluster.num_replicas)  # they share the micro-batches
     often = f"{num} a step"
     what, num_bytes = _coded(job, stage=stage, fields=boundary.fields, direction="forward")
@@ -95,14 +98,18 @@ def _coded(
 ) -> tuple[str, int]:
     """Return the fields in words, and the most bytes that a training message of them takes."""
     boundary = job.boundaries[stage]
+    # The largest micro-batch: batch sizes need not divide evenly.
     num_samples = -(-job.training.batch_size // job.num_pieces)
+    # Compression may change with the steps, and this is a bound for all of them.
     plans = [one for _, one in job.compression.at_boundary(stage).by_step]
     labels = list(dict.fromkeys(getattr(plan, direction).label for plan in plans))
     most = 0
     for plan in plans:
         num_bytes = 0
         for field in fields:
+            # As if every sample had the largest number of tokens.
             spec = field.spec(field.max_rows(num_samples, boundary.max_rows_per_sample))
+            # Fields that nobody compresses cross as they are.
             parts = getattr(plan, direction).wire_specs(spec) if field.is_compressed else (spec,)
             num_bytes += sum(part.num_bytes for part in parts)
         most = max(most, num_bytes)

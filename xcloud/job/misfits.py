@@ -25,16 +25,20 @@ def _of(node: Node, max_steps: int) -> Iterator[str]:
     ends = f"training.max_steps={max_steps}"
     path = node.path
     value = node.value
+    # Its phases are compressors, none of which counts steps.
     if isinstance(value, Phased):
         node.is_closed = True
+        # A phase ends where the next one begins.
         for name, follows in pairwise(value.phases):
             until = value.phases[name].until_step
             if until is not None and until >= max_steps:
                 yield (
                     f"{path}.{follows} never begins: {path}.{name}.until_step={until}, and {ends}"
                 )
+    # type() and not isinstance(): True is no number of steps.
     elif node.name in INTERVALS and type(value) is int and value > max_steps:
         yield f"{path}={value} is more than {ends}: it comes at the end, or never"
+    # The largest rate that the run reaches, at one end or the other.
     elif isinstance(value, Optimizer) and value.warmup_steps > max_steps:
         first = value.learning_rate_at(1, max_steps)
         yield _in_warmup(

@@ -55,8 +55,10 @@ class FeatureUse:
 
     def check(self, job: PipelineJob) -> None:
         """Raise ConfigError if the job asks for the feature and lacks what it needs."""
+        # What `asked` returns stands in the message, such as a defence with its label.
         if not (asked := self.asked(job)):
             return
+        # In the order of `why`: the first need that is not met is the one that is named.
         for need, why in self.why.items():
             if (conflict := need(job)) is not None:
                 remedies = ", or ".join(filter(None, (conflict.remedy, self.without)))
@@ -131,7 +133,10 @@ noise_without_labels = plain(
 
 
 def labels_where_gradients_leave(job: PipelineJob) -> Conflict | None:
+    """Return the conflict with noise that depends on labels, where a rank that sends gradients out
+    of its cloud reads none."""
     layout = job.cluster
+    # Replicas may spread over other clouds each.
     for replica in range(layout.num_replicas):
         for stage in range(layout.num_stages - 1):
             acting = job.defences_at(stage, replica).get("backward")
@@ -164,11 +169,13 @@ def compression_changes_rows(job: PipelineJob, stage: int) -> Conflict | None:
     if not isinstance(compression, Compression):
         what = f"compression changes during the run ({compression.label})"
         return Conflict(setting=what, remedy="take one compression for all of it")
+    # A memory adds what it holds, which changes from message to message.
     if not isinstance(compression.forward_memory, NoMemory):
         memory = compression.forward_memory.label
         what = f"compression.forward_memory ({memory}) changes rows from epoch to epoch"
         return Conflict(setting=what, remedy="leave it out")
     for field in job.boundaries[stage].fields:
+        # Codecs of blocks look at so many features at once.
         width = math.prod(field.features)
         if field.is_compressed and not decodes_rows_alone(compression.forward, num_features=width):
             return Conflict(
@@ -183,7 +190,9 @@ def compression_changes_rows(job: PipelineJob, stage: int) -> Conflict | None:
 def nothing_exact_crosses(job: PipelineJob) -> Conflict | None:
     """Return a conflict if noise would make a field of a defended boundary useless."""
     for stage, boundary in job.boundaries.items():
+        # What is exact is a count, say, and a defence adds noise to every field.
         exact = [field.name for field in boundary.fields if field.is_exact]
+        # One replica with a defence is enough, as all have the same fields.
         acts = any(job.defences_at(stage, replica) for replica in range(job.cluster.num_replicas))
         if exact and acts:
             return Conflict(
@@ -195,6 +204,7 @@ def nothing_exact_crosses(job: PipelineJob) -> Conflict | None:
 
 def check_boundaries(job: PipelineJob) -> None:
     num_stages = job.cluster.num_stages
+    # Boundaries are numbered by the stage before them; the last stage has none behind it.
     if (boundary := max(job.compression.boundaries)) >= num_stages - 1:
         raise ConfigError(
             f"compression.boundary_{boundary}: there is no such boundary; this cluster has "
@@ -209,12 +219,14 @@ def check_text_is_read(job: PipelineJob) -> None:
     for stage in range(num_stages - 1):
         if not job.cluster.leaves_cloud(stage):
             continue
+        # Phases of a plan may each have a memory.
         for _, one in job.compression.at_boundary(stage).by_step:
             if one.backward_memory.reads_text:
                 raise ConfigError(
                     f"compression.backward_memory={one.backward_memory!r} is for activations: "
                     "gradients would stay what they were; leave it out"
                 )
+            # Both ends keep the memory, so both must know which token a row has.
             for side in (stage, stage + 1) if one.forward_memory.reads_text else ():
                 if "text" not in job.model.fields(side, num_stages=num_stages):
                     raise ConfigError(

@@ -58,6 +58,8 @@ class Traits:
 
     def next_merge(self, step: int) -> int:
         """Return the first step after this one in which anything is merged."""
+        # Merges are spread evenly over `every` steps: the n-th comes at step n * every /
+        # fragments.
         num_merges = -(-(step + 1) * self.fragments // self.every)  # the next one included
         return num_merges * self.every // self.fragments
 
@@ -67,6 +69,7 @@ class Traits:
         The last update ends with a contribution.
         """
         full, rest = divmod(num_updates, self.every)
+        # Fragments are merged in turn, so the last update may hold a part of two rounds.
         return full + (rest > 0 or self.fragments > 1)
 
 
@@ -83,6 +86,8 @@ def everyone_merges(num_replicas: int, is_robust: bool) -> bool:
     Two replicas send least so. Among more, a merge that bounds what one contribution does must not
     be left to any one replica; a sum or mean bounds nothing, so each may merge a part for all.
     """
+    # Two exchange what they have; among more a robust merge left to one replica could be that
+    # one's lie.
     return num_replicas == 2 or is_robust
 
 
@@ -174,11 +179,13 @@ class Strategy:
         return arranged
 
     def _arranged(self, layout: ClusterLayout) -> ClusterLayout:
+        # Clouds with replicas of their own were arranged by the user.
         if layout.num_replicas > 1:
             return self._as_written(layout)
         if self.replicas == 1:
             return layout
         number = self.replicas or len(layout.clouds)
+        # A remainder would leave clouds without work.
         if len(layout.clouds) % number:
             raise ConfigError(
                 f"strategy.replicas={number} cannot be spread evenly over the "
@@ -187,11 +194,13 @@ class Strategy:
                 "(cluster.clouds.NAME.replica)"
             )
         per_replica = len(layout.clouds) // number
+        # What clouds say of themselves, or were given by their position.
         held = {name: list(cloud.stages or ()) for name, cloud in layout.clouds.items()}
         # The stages are those that clouds take which name none.
         by_position = len(held) > 1 and [*held.values()] == [[k] for k in range(len(held))]
         is_whole = len(held) == 1  # one cloud holds all stages already
         gives = "the whole model" if per_replica == 1 else f"one of {per_replica} stages"
+        # A rank of one stage contradicts a strategy that gives each rank all of them.
         for name, cloud in layout.clouds.items():
             if cloud.one_stage_per_rank:
                 raise ConfigError(
@@ -205,9 +214,11 @@ class Strategy:
                 f"its clouds name their stages ({held}); leave stages out, or give every cloud "
                 "its replica too (cluster.clouds.NAME.replica)"
             )
+        # Each cloud is a replica: by position it had one stage, and now it has all.
         if per_replica == 1:
             stages = WHOLE_MODEL if by_position else tuple(range(layout.num_stages))
             return _with_stages(layout, stages=[stages] * number, per_replica=1)
+        # The clouds of a replica stand behind each other, each with one stage.
         by_cloud = [(k % per_replica,) for k in range(len(layout.clouds))]
         return _with_stages(layout, stages=by_cloud, per_replica=per_replica)
 
@@ -223,9 +234,11 @@ class Strategy:
                 f"strategy.replicas is {self.replicas}, but cluster.clouds.*.replica names "
                 f"{num_replicas} replicas; make them equal"
             )
+        # All ranks of a replica, by the stages that each holds together.
         together: dict[int, set[tuple[int, ...]]] = {}  # stages that share a rank, by replica
         for place in map(layout.placement, range(layout.num_ranks)):
             together.setdefault(place.replica, set()).add(tuple(sorted(place.stages)))
+        # Ranks average with the one at the same place of another replica.
         for replica, groups in together.items():
             if groups != together[0]:
                 raise ConfigError(
@@ -285,6 +298,7 @@ class ModelPlacement:
     ) -> ModelPlacement:  # fmt: skip
         column = "pipeline"
         every = 1
+        # Of a single replica nothing is merged, so its state is that of a pipeline.
         if layout.num_replicas > 1 and (averaging := strategy.averaging) is not None:
             column = averaging.traits.column
             every = averaging.traits.equal_every

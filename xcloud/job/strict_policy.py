@@ -38,18 +38,21 @@ def strict_policy(file: Path, cloud: str) -> dict[str, Any]:
         raise ConfigError(f"--cloud is {cloud!r}; the clouds of {file} are {', '.join(clouds)}")
 
     allowed = places_of(settings.plain)
+    # Every bound is what this file asks for and no more.
     keys: dict[str, Any] = {
         "me": cloud,
         "approved": [hashlib.sha256(found[0]).hexdigest()],
         "constructors": sorted(targets_of(settings.plain) - constructors()),
         "read": sorted(allowed["read"]),
         "write": sorted(allowed["write"]),
+        # Packaged models are part of xcloud and fetched from nowhere.
         "hub": sorted(allowed["hub"] - PACKAGED.keys()),
         "addresses": sorted(allowed["address"] | allowed["line"]),
         "clouds": clouds,
         "max_ranks": job.cluster.num_ranks,
     }
     for what in ("holders", "weights"):
+        # What each cloud holds in this file, and so may hold.
         held = {name: job.held_by(name, what) or frozenset() for name in clouds}
         names = sorted(frozenset[str]().union(*held.values()))
         if names:
@@ -57,6 +60,7 @@ def strict_policy(file: Path, cloud: str) -> dict[str, Any]:
     bounds = {
         setting: {"max": value}
         for setting in bounded_settings(settings.kept)
+        # A setting that the job has not is no bound.
         if (value := value_at(job, setting)) is not None
     }
     keys["require"] = {"job": type(job).__name__, **bounds}
@@ -78,6 +82,7 @@ def places_of(
         value = lead.value
         to = lead.to
         if to == "hub":
+            # A name on the hub that is a folder here is read from the disk.
             to = "read" if is_place(value) else "hub"
         if to == "hub" and lead.revision:
             value = f"{value}@{lead.revision}"
@@ -94,9 +99,11 @@ def main(words: Sequence[str]) -> int:
     given = parser.parse_args(words)
     out: Path = given.out or this_owners_file(POLICY_FILE)
     keys = strict_policy(given.new, cloud=given.cloud)
+    # Its own text must be a policy, before a file of that name exists.
     Policy.of(keys, out)
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
+        # "x": a policy that is there is never overwritten.
         with out.open("x", encoding="utf-8") as file:
             file.write(HEADER.format(file=given.new.name) + yaml.safe_dump(keys, sort_keys=False))
     except FileExistsError:

@@ -89,11 +89,13 @@ class Jobs:
         self._queued: dict[str, str] = {}
         self._followed: list[SubmittedJob] = []
         self._said = set[str]()
+        # Looked for first: without it every point would fail by itself.
         if on == "slurm" and shutil.which("sbatch") is None:
             raise ConfigError(
                 "hydra.launcher.on=slurm: there is no sbatch here; give the command on a machine "
                 "that submits to the cluster"
             )
+        # A run folder that two jobs write into is lost.
         check_shared_locks(folder)
         self._jobs_dir = folder.parent / JOBS_DIR / folder.name
         self._executor(
@@ -105,16 +107,20 @@ class Jobs:
 
         Raises RunFailed with the reason if it fails.
         """
+        # Slurm ends a job at its time limit; the run saves and asks to be started again.
         for _ in range(MAX_AGAIN):
             job = self._running(run_dir)
             if job is None:
+                # The file that a killed job left is the one it ran with.
                 if not (run_dir / EXPERIMENT_FILE).exists():
                     point.named.write(run_dir / EXPERIMENT_FILE)
                 job = self._submit(point, run_dir)
             self._follow(point, job=job)
             summary = self._summary(run_dir)
+            # Written by the run itself: a job that is gone may have finished.
             if summary.get("status") == "finished":
                 return
+            # Only "stopped" asks to go on. Who cancels a job does not want it back.
             if summary.get("status") != "stopped" or self._was_cancelled(job):
                 logs = self._jobs_dir / run_dir.name
                 raise RunFailed(_cause(run_dir, job=job, summary=summary, logs=logs))
@@ -134,14 +140,17 @@ class Jobs:
             f"Ctrl+C once more within {CANCEL_WITHIN_S:g} s, to cancel them"
         )
         try:
+            # Time for a second Ctrl+C.
             time.sleep(CANCEL_WITHIN_S)
         except KeyboardInterrupt:
+            # From here on Ctrl+C would leave some jobs uncancelled.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             for job in self._followed:
                 if job.on == "slurm":
                     subprocess.run(["scancel", job.id], check=False)
                 else:
                     with suppress(psutil.Error):
+                        # submitit's process on this machine waits for the run, which is its child.
                         for child in psutil.Process(int(job.id)).children(recursive=True):
                             child.terminate()
             say("cancelled")
@@ -153,6 +162,7 @@ class Jobs:
             raise ConfigError(
                 f"hydra.launcher.on={self._on} needs submitit: pip install 'xcloud[slurm]'"
             ) from None
+        # A run may be requeued as often as it needs: it goes on where it was.
         executor = AutoExecutor(folder, cluster=self._on, slurm_max_num_timeout=10_000)
         try:
             executor.update_parameters(**{"timeout_min": 24 * 60, **self._given})
@@ -163,11 +173,14 @@ class Jobs:
     def _submit(self, point: Point, run_dir: Path) -> SubmittedJob:
         num_processes = point.experiment.cluster.num_processes
         executor = self._executor(self._jobs_dir / run_dir.name)
+        # Slurm bounds a job's name.
         chosen = {"name": point.folder[:60], "cpus_per_task": num_processes} | self._given
         executor.update_parameters(**chosen)
         run = PointJob(str(run_dir), threads=num_threads(num_processes))
         while True:
             try:
+                # A process inherits what is blocked; threads share the mask, so one submits at a
+                # time.
                 # Ctrl+C in the terminal reaches all processes that it started, and jobs stay.
                 stops = {signal.SIGINT, signal.SIGHUP}
                 with self._submitting:
@@ -179,22 +192,26 @@ class Jobs:
                 break
             except Exception as error:
                 if not _is_full(error):
+                    # A full queue is waited for, any other refusal is the point's failure.
                     raise RunFailed(f"the job was not taken: {_last_line(error)}") from error
                 self._say_once(f"the queue takes no more jobs now: {_last_line(error)}")
                 if self._ending.wait(FULL_AFTER_S):
                     raise KeyboardInterrupt from None
+        # A process id comes back; the moment at which its process began tells it apart.
         started_s = None
         if self._on == "local":
             started_s = psutil.Process(int(made.job_id)).create_time()
         job = SubmittedJob(self._on, str(made.job_id), socket.gethostname(), started_s)
         replace_text(run_dir / JOB_FILE, text=json.dumps(vars(job)))
         with self._asking:
+            # Until Slurm is asked again the job counts as waiting.
             self._queued[job.id] = "PENDING"
         return job
 
     def _follow(self, point: Point, job: SubmittedJob) -> None:
         """Block until a job is neither queued nor runs, and say what becomes of it."""
         self._followed.append(job)
+        # Only changes are said.
         said = ""
         while (state := self._state(job)) is not None:
             if state != said:
@@ -220,10 +237,12 @@ class Jobs:
         if job.on == "local":
             try:
                 process = psutil.Process(int(job.id))
+                # The id may have been given to another process since.
                 is_it = process.create_time() == job.started_s
                 return "RUNNING" if is_it and process.status() != psutil.STATUS_ZOMBIE else None
             except psutil.NoSuchProcess:
                 return None
+        # Threads of all points share one question in POLL_S: Slurm is asked for all jobs at once.
         with self._asking:
             if time.monotonic() > self._asked_at_s + POLL_S["slurm"]:
                 self._ask_slurm()
@@ -231,6 +250,7 @@ class Jobs:
 
     def _ask_slurm(self) -> None:
         """Ask for the states of this user's jobs. While Slurm does not answer they stay."""
+        # All states, as a job that is requeued is not among the usual ones for a moment.
         command = ["squeue", "--noheader", "--me", "--states=all", "--format=%i %T"]
         asked = subprocess.run(command, capture_output=True, text=True, check=False)
         self._asked_at_s = time.monotonic()
@@ -250,10 +270,12 @@ class Jobs:
 
     def _summary(self, run_dir: Path) -> dict[str, Any]:
         """Return the figures of a run whose job has ended. Its last words may come late."""
+        # A shared folder may show the last file late (SETTLE_S).
         until_s = time.monotonic() + (SETTLE_S if self._on == "slurm" else 2.0)
         file = run_dir / SUMMARY_FILE
         while True:
             with suppress(OSError):
+                # A summary older than the job is an earlier attempt's.
                 if file.stat().st_mtime_ns >= (run_dir / JOB_FILE).stat().st_mtime_ns:
                     return read_summary(run_dir)
             if time.monotonic() > until_s or self._ending.wait(1.0):
@@ -276,6 +298,7 @@ def check_shared_locks(folder: Path) -> None:
     into one run."""
     folder.mkdir(parents=True, exist_ok=True)
     probe = folder / ".locks"
+    # NFS may have no locks at all, which only trying shows.
     try:
         with locked(probe, wait_s=0):
             pass
@@ -285,6 +308,7 @@ def check_shared_locks(folder: Path) -> None:
         raise ConfigError(f"hydra.sweep.dir: {error}") from None
     finally:
         probe.unlink(missing_ok=True)
+    # Others give locks that hold within one machine alone, which only its options show.
     place, kind, options = _mount_of(folder)
     if own := sorted(OWN_LOCKS & set(options)):
         raise ConfigError(
@@ -302,8 +326,10 @@ def _mount_of(
     with suppress(OSError):
         for line in table.read_text().splitlines():
             before, _, after = line.partition(" - ")
+            # The kernel writes a space in a path as an octal number.
             place = before.split()[4].replace("\\040", " ")
             is_above = place == "/" or f"{folder}/".startswith(f"{place}/")
+            # The longest mount point above the folder is the one it lies on.
             if is_above and len(place) >= len(best[0]):
                 kind, _, special = after.split()[:3]
                 best = (place, kind, [*before.split()[5].split(","), *special.split(",")])
@@ -321,6 +347,7 @@ def _last_line(error: Exception) -> str:
 
 
 def _cause(run_dir: Path, job: SubmittedJob, summary: Mapping[str, Any], logs: Path) -> str:
+    # What the run says of itself; else the last line that its process wrote, else its job's logs.
     if cause := summary.get("cause"):
         return str(cause)
     with suppress(OSError):

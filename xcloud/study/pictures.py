@@ -60,6 +60,7 @@ def write_pictures(folder: Path, results: Results, title: str) -> list[Path]:
     written = []
     for cost, (name, what, label) in SCATTERS.items():
         if len(marks := marks_of(results, cost=cost)):
+            # A legend below the picture, so it needs room for its lines.
             figure = canvas(
                 f"{title}: quality and {what}", width_in=8, height_in=5.5 + 0.1 * len(marks)
             )
@@ -77,6 +78,7 @@ def front(costs: pd.Series, qualities: pd.Series) -> pd.DataFrame:
     """The Pareto front, sorted: no other point has a lower cost and a higher quality."""
     points = pd.DataFrame({"cost": costs, "quality": qualities})
     points = points.sort_values(["cost", "quality"], ascending=[True, False])
+    # Kept are points whose quality is above all that cost less.
     return points[~(points.quality <= points.quality.cummax().shift())]
 
 
@@ -87,12 +89,14 @@ def marks_of(results: Results, cost: str) -> pd.DataFrame:
         return results.rows[:0]
     marks = results.rows.dropna(subset=[results.scores[0], cost])
     if len(results.sweeps) > 1:
+        # Several sweeps: one colour each, so that shapes have to tell rows apart.
         colours = marks.sweep.map(results.sweeps.index)
         shapes = np.arange(len(marks))
     else:  # the number of a setting, so that it has one colour in all pictures
         colours = marks.index
         shapes = marks.index // len(LINES)
     labels = results.labels[marks.index]
+    # Computed at another speed than its reference.
     if cost == "step_time_s":
         labels = labels + marks.share_left_out.notna().map({True: " (!)", False: ""})
     return marks.assign(
@@ -115,6 +119,7 @@ def draw_scatter(axes: Axes, marks: pd.DataFrame, cost: str, score: str) -> None
         )  # fmt: skip
     plain(axes, grid="both")
     axes.margins(0.12)
+    # Whole range from zero, unless a score can be negative.
     if marks[score].min() >= 0 > axes.get_ylim()[0]:
         axes.set_ylim(bottom=0)  # no score is below
     shown = ""
@@ -126,6 +131,7 @@ def draw_scatter(axes: Axes, marks: pd.DataFrame, cost: str, score: str) -> None
     if cost == "step_time_s":
         # As a step line from its first point to its last; a single point is no trade-off.
         sign = -1 if score in LESS_IS_BETTER else 1
+        # The front is of quality where more is better.
         best = front(marks.step_time_s, qualities=sign * marks[score])
         if marks.share_left_out.notna().any():
             note = "(!) computed at another speed: no trade-off front"  # it would show the machine
@@ -135,6 +141,7 @@ def draw_scatter(axes: Axes, marks: pd.DataFrame, cost: str, score: str) -> None
                 best.cost, sign * best.quality, "--", where="post", color=INK, lw=1.1, zorder=1,
                 label="trade-off front: nothing is faster and better",
             )  # fmt: skip
+    # Ratios of 1 to 100 need a logarithmic axis.
     elif marks[cost].max() > 8 * marks[cost].min():
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
@@ -177,6 +184,7 @@ def curves_of(results: Results) -> tuple[str, Curves]:
     rows = results.rows
     alone = rows.cluster == ONE_CLOUD
     plain = rows.compression == UNCOMPRESSED
+    # All ranks in one cloud, else no compression: the first that there is.
     chosen = [*rows.index[alone], *rows.index[plain]][:1]
     curves = {}
     reference = ""
@@ -187,8 +195,10 @@ def curves_of(results: Results) -> tuple[str, Curves]:
             curves[label] = losses
             if number in chosen:
                 reference = label
+        # The reference is one more.
         if len(curves) - bool(reference) == MAX_CURVES:
             break
+    # One curve has nothing to be compared with.
     if len(curves) < 2:
         return "", {}
     return reference, curves
@@ -216,6 +226,7 @@ def _losses(runs: Sequence[PointResult]) -> pd.DataFrame:
         if run.status == "finished":
             steps = read_run(run.run_dir / EVENTS_FILE).steps
             by_seed[run.settings.get("seed")] = pd.Series(steps["loss"], steps.step, dtype=float)
+    # A loss that is not finite is no point of a curve.
     losses = pd.DataFrame(by_seed).replace([np.inf, -np.inf], np.nan)
     return losses.dropna(how="all").dropna(axis="columns", how="all")
 
@@ -241,12 +252,14 @@ def write_losses(
         label = setting
         style = {"color": colours[setting], "linewidth": 1.6,
                  "linestyle": DASHES[1 + index % (len(DASHES) - 1)]}  # fmt: skip
+        # Seed by seed, as the seed moves a loss more than most compressors do.
         differences = losses - curves[reference] if reference else losses.iloc[:0]
         if differences.notna().any(axis=None):
             _draw_losses(
                 panels[1], losses=differences.dropna(axis="columns", how="all"), style=style
             )
             largest = differences.abs().max(axis=None)
+            # Equal to the bit is a result, which a line at zero does not show.
             if largest:
                 label += f": differs by ≤ {largest:.2g}"
             else:
@@ -268,12 +281,14 @@ def _draw_losses(
     axes: Axes, losses: pd.DataFrame, style: dict[str, Any], label: str | None = None
 ) -> None:
     """Smoothed mean over seeds with a band of one standard deviation, at common steps."""
+    # Only steps that all seeds have.
     smooth = losses.dropna().apply(lambda loss: smoothed(loss.to_numpy())[0])
     if smooth.empty:
         return
     mean = smooth.mean(axis="columns")
     std = smooth.std(axis="columns")
     axes.plot(mean.index, mean, label=label, **style)
+    # A single seed has no band.
     if len(losses.columns) > 1:
         low = mean - std
         high = mean + std

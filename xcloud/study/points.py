@@ -116,9 +116,11 @@ class Point:
 def identity(settings: PointSettings, *without: str) -> str:
     """A short hash of the settings that decide the result, except `without` and keys below: equal
     without "seed" for points that differ only in their seed."""
+    # `without` takes whole groups: "compression" leaves out all its settings.
     kept = {
         key: value for key, value in deciding(settings).items() if not _below(key, heads=without)
     }
+    # Files and trackers give the same settings in different orders.
     text = json.dumps(kept, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -135,11 +137,13 @@ def varying(many: Sequence[PointSettings]) -> list[str]:
     """Deciding settings that are not equal in all, in order of first appearance."""
     many = [deciding(settings) for settings in many]
     keys = dict.fromkeys(key for settings in many for key in settings)
+    # repr: 1 and True are different settings, and lists are not hashable.
     return [key for key in keys if len({repr(s.get(key)) for s in many}) > 1]
 
 
 def is_unsplit(settings: PointSettings) -> bool:
     """Return whether a splittable model is left unsplit."""
+    # The unsplit model is written as a layer of null, or as no split at all.
     return any(key in settings and settings[key] is None for key in (CUT_LAYER, SPLIT))
 
 
@@ -149,12 +153,15 @@ def with_also(asked: Sequence[Overrides], also: Mapping[str, object]) -> list[Ov
     {"compression": "none"} for rates of compression times seeds gives one "none" for each seed;
     {"model.split.layer": None} gives the unsplit model, to which its other settings do not apply.
     """
+    # Leaving out the layer alone would leave the rank and its like of a split that is none.
     covered = [SPLIT if pair == (CUT_LAYER, None) else _dotted(pair[0]) for pair in also.items()]
     added = tuple(_word(key, value=value) for key, value in also.items())
     again = [
+        # In the words' own place nothing of the group is left that is replaced.
         (*(o for o in overrides if not _below(_dotted(_key(o)), heads=covered)), *added)
         for overrides in asked
     ]
+    # A point that is the reference already is not run twice.
     return list(dict.fromkeys([*asked, *again]))
 
 
@@ -163,19 +170,24 @@ def name_points(points: Sequence[Point], earlier: Sequence[Overrides] = ()) -> N
 
     earlier: the points of the same sweep that other commands requested.
     """
+    # With the words of earlier commands, so that points of one folder have names that differ.
     every = [_by_key(overrides) for overrides in (*(p.overrides for p in points), *earlier)]
     keys = [
         key
         for key in dict.fromkeys(key for given in every for key in given)
         if key not in UNLABELLED and len({given.get(key) for given in every}) > 1
     ]
+    # The last part of a key is enough, unless two keys end alike.
     ends = {key: re.split(r"[./]", key)[-1] for key in keys}
     alone = [end for end in ends.values() if [*ends.values()].count(end) == 1]
     shorts = {key: end if end in alone else _dotted(key) for key, end in ends.items()}
     for point in points:
         point.label = _label(point, keys, shorts)
+    # Points that differ in their seed alone share a label; others with the same one are told
+    # apart.
     labels = [label for label, _ in {(p.label, identity(p.settings, "seed")) for p in points}]
     for point in points:
+        # Compressors are labelled by what they do, so two choices may read alike.
         if labels.count(point.label) > 1:  # compressors whose labels are ambiguous
             given = _by_key(point.overrides)
             own = [key for key in keys if key in given and _below(key, heads=["compression"])]
@@ -193,14 +205,18 @@ def _label(point: Point, keys: Sequence[str], shorts: Mapping[str, str]) -> str:
     parts: list[str] = []
     for key in keys:
         dotted = _dotted(key)
+        # Of a group the chosen option is shown, of a setting its name as well.
         is_value = dotted in settings and not any(k.startswith(f"{dotted}.") for k in settings)
         if _below(dotted, heads=["compression"]):
+            # What a compression is in force says more than the words that chose it.
             parts.append(point.experiment.labels.compression)
+        # Its rank, say, means nothing without a split.
         elif _below(dotted, heads=[SPLIT]) and is_unsplit(settings):
             parts.append("unsplit")
         elif key in given:
             is_named = is_value and key != "exp"
             parts.append(f"{shorts[key]}=" * is_named + given[key])
+    # Two settings of one group give the same label twice.
     return " ".join(dict.fromkeys(parts)).translate(_UNSAFE) or (
         point.experiment.labels.compression
     )
@@ -215,6 +231,7 @@ def _by_key(overrides: Sequence[str]) -> dict[str, str]:
 def _spelled(value: str) -> str:
     """Return a value as it is written shortest: 0 for 0.0, 0.001 for 1e-3."""
     try:
+        # A file says 1e-3 where a command line says 0.001.
         return str(_one_kind(float(value))) if re.match(r"[-+.\d]", value) else value
     except (ValueError, OverflowError):
         return value
@@ -230,6 +247,7 @@ def _one_kind(value: object) -> object:
 
 
 def _key(override: str) -> str:
+    # Hydra's signs in front, and a package behind, are no part of the key.
     return override.partition("=")[0].lstrip("+~").partition("@")[0]
 
 
@@ -240,6 +258,7 @@ def _dotted(key: str) -> str:
 def _word(key: str, value: object) -> str:
     """Return the value as an override: key=null, key=true, key=0.5, key="a text (of any
     characters)"."""
+    # Quoted where Hydra would read a text as something else.
     if isinstance(value, str):
         return as_override(key, text=value)
     return f"{key}={json.dumps(value) if value is None or isinstance(value, bool) else value}"
@@ -247,6 +266,7 @@ def _word(key: str, value: object) -> str:
 
 def deciding(settings: PointSettings) -> PointSettings:
     """The settings that decide the result."""
+    # Settings of a split that is not made decide nothing.
     silent = [SPLIT] if is_unsplit(settings) else []
     return {
         key: _one_kind(value)
@@ -304,19 +324,24 @@ class SweepState:
     ) -> list[Decision]:
         """Skip finished, unchanged points; follow those that a job runs; resume interrupted,
         unchanged ones; run failed and changed ones again."""
+        # What each recorded point ran with, as its own file says.
         ran = {}
         for name in self.points:
             with suppress(ConfigError):  # its settings were never written
                 ran[name] = settings_of(self.folder / name / EXPERIMENT_FILE)
         by_identity = {identity(own): name for name, own in ran.items()}
+        # Folders of points that are asked for now are not given to others.
         wanted = {by_identity.get(point.identity) for point in points}
         taken = {*self.points}
         decisions = list[Decision]()
         for point in points:
+            # A folder that ran the same words with other settings (a default has changed since):
+            # its point runs again there.
             alike = (name for name, entry in self.points.items()
                      if name not in wanted
                      and same_overrides(entry["overrides"], other=point.overrides))  # fmt: skip
             folder = by_identity.get(point.identity) or next(alike, None)
+            # A row of a claim has one folder, whatever its settings are.
             if point.row:
                 folder = point.row if point.row in self.points else None
             if folder is None:
@@ -324,10 +349,12 @@ class SweepState:
                 taken.add(folder)
                 decisions.append(Decision(point, verdict="run", folder=folder))
             else:
+                # A job may outlive the command that submitted it.
                 if is_running(self.folder / folder):
                     why = "a job runs it"
                     decisions.append(Decision(point, verdict="follow", folder=folder, why=why))
                     continue
+                # Without its file nothing is known of how it ran, so nothing has changed.
                 changed = differences(ran.get(folder) or point.settings, other=point.settings)
                 decisions.append(
                     self._judge(point, folder, changed, accept_changes=accept_changes)
@@ -346,8 +373,10 @@ class SweepState:
     def _emptied(self, run_dir: Path, decision: Decision, parallel: int) -> Path:
         if decision.verdict == "resume":
             return run_dir
+        # A point that ran before is kept beside the others; nothing is deleted.
         if {*os.listdir(run_dir)} - {LOCK_FILE}:
             earlier = self.folder / EARLIER_DIR
+            # The run in MLflow that this one replaces is named here, for its tracker.
             earlier.mkdir(exist_ok=True)
             left = run_dir.rename(earlier / _free_name(run_dir.name, taken=os.listdir(earlier)))
             run_dir.mkdir()
@@ -364,6 +393,7 @@ class SweepState:
             "at_once": parallel,
             "started_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
+        # Written before the run starts, so that a killed sweep knows its point.
         write_summary(
             self.folder / STATE_FILE, summary={"name": self.folder.name, "points": self.points}
         )
@@ -375,6 +405,7 @@ class SweepState:
         summary = read_summary(self.folder / folder)
         entry = self.points.get(folder, {})
         changes = [f"config changed since: {_describe(changed)}"] if changed else []
+        # The commit is for the reader, the fingerprint decides.
         if entry.get("code") != self.code:
             changes.append(f"code changed since: {entry.get('commit')} -> {self.commit}")
         # What lies elsewhere now is the same if it has the same contents.
@@ -383,6 +414,8 @@ class SweepState:
         if other := [key for key in keys if before.get(key) != point.inputs.get(key)]:
             changes.append(f"other contents since: {', '.join(other)}")
         status = summary.get("status", "unfinished")
+        # A run that was interrupted goes on only if nothing has changed: its first steps would be
+        # of another experiment.
         if status != "finished":
             why = ": ".join(filter(None, (status, summary.get("cause"))))
             if changes or not (steps := CheckpointSteps(self.folder / folder).agreed_steps()):
@@ -390,6 +423,7 @@ class SweepState:
             return Decision(
                 point, verdict="resume", folder=folder, why=f"from step {steps[0]}; {why}"
             )
+        # A finished point with changes is run again, unless the user says that they do not matter.
         is_kept = accept_changes or not changes
         return Decision(
             point, verdict="skip" if is_kept else "again", folder=folder, why="; ".join(changes)
@@ -411,12 +445,14 @@ def read_points(folder: Path) -> dict[str, dict[str, Any]]:
 def code_fingerprint() -> str:
     """A short hash of the sources that decide what a run computes. The commit is no substitute:
     it changes with a README and does not change with an uncommitted edit."""
+    # Folders and files of the package that only arrange and show.
     files = [pair for pair in code_digests().items() if pair[0].split("/")[0] not in BESIDE_CODE]
     return hashlib.sha256(repr(files).encode()).hexdigest()[:12]
 
 
 def _free_name(name: str, taken: Collection[str]) -> str:
     """Return the name itself, or NAME-2, NAME-3 and so on where it is taken."""
+    # Names are taken by folders of other points, also of earlier commands.
     names = chain([name], (f"{name}-{number}" for number in count(2)))
     return next(free for free in names if free not in taken)
 

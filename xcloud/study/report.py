@@ -90,10 +90,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not given.sweep:
         say("\n".join(known_sweeps()) or "there is no sweep in multirun/ yet")
         return 0
+    # An address is shown and kept, so no password may stand in it.
     check_no_password("--uri", uri=given.uri)
     store = Store(root=project_root() / given.root, experiment=given.experiment, uri=given.uri)
     opened = dict(open_sweep(name, store) for name in given.sweep)
     names = [folder.name for folder in opened]
+    # Rows of two sweeps of one name could not be told apart.
     if len({*names}) < len(names):
         raise ConfigError(f"sweeps to compare need names of their own, got {', '.join(names)}")
     results = Results(list(chain(*opened.values())))
@@ -118,6 +120,7 @@ def report(results: Results, folder: Path, title: str) -> list[Path]:
     print_sweep(results)
     written = write_csv(folder, results=results)
     written += pictures.write_pictures(folder, results=results, title=title)
+    # Only where a number varies by itself.
     if swept := swept_of(results):
         print_swept(swept)
         written.append(write_swept(folder, swept))
@@ -136,6 +139,7 @@ def report(results: Results, folder: Path, title: str) -> list[Path]:
 def close_sweep(folder: Path, tracker: Tracker) -> None:
     """Close a sweep: print its table, make pictures, log both to MLflow and print the links."""
     results = Results(from_folder(folder))
+    # A sweep of which nothing ran has no table.
     if results.runs:
         written = report(results, folder=folder, title=f"sweep {folder.name}")
         score = [*results.scores, "bleu"][0]
@@ -152,6 +156,7 @@ def close_sweep(folder: Path, tracker: Tracker) -> None:
 def print_sweep(results: Results, console: Console | None = None) -> None:
     console = console or console_of()
     cells = cells_of(results)
+    # Columns that go first where the screen is narrow: published figures, then shares and counts.
     spare = {"share": 1, "runs": 2}
     heads = [
         Column(
@@ -172,12 +177,14 @@ def print_sweep(results: Results, console: Console | None = None) -> None:
 def cells_of(results: Results) -> pd.DataFrame:
     """Texts: a column for each figure that any setting has, a line for each setting."""
     cells = pd.DataFrame(dict(_columns(results)), index=results.rows.index)
+    # A figure that no setting has is no column.
     return cells.loc[:, [any(cells[heading]) for heading in cells]]
 
 
 def _columns(results: Results) -> Iterator[tuple[str, list[str]]]:
     """Headings with a cell for each row."""
     rows = [row for _, row in results.rows.iterrows()]
+    # Published figures stand beside ours, by the setting that they are of.
     paper = {name: [row.published.get(name, "") for row in rows] for name in _PUBLISHED}
     yield "setting", [row.setting for row in rows]
     if len(results.sweeps) > 1:
@@ -189,6 +196,7 @@ def _columns(results: Results) -> Iterator[tuple[str, list[str]]]:
         if index == 0:
             yield f"{PAPER}{score_name(name)}", paper["quality"]
     yield "step time", [spread(row, name="step_time_s", text=human_seconds) for row in rows]
+    # A share of 100 % in each row says nothing.
     if _compares(results):
         yield "share", [spread(row, name="share", text=human_percent) for row in rows]
     yield f"{PAPER}share", paper["share"]
@@ -208,12 +216,14 @@ def _columns(results: Results) -> Iterator[tuple[str, list[str]]]:
 
 def _compares(results: Results) -> bool:
     """Return whether a share compares a row with another row, or one that would is left out."""
+    # A row alone is its own reference.
     rows = results.rows
     return bool((rows.share.dropna() != 1.0).any() or rows.share_left_out.notna().any())
 
 
 def _drift_remarks(results: Results) -> Iterator[str]:
     """Say which shares are left out, and why; and what compression could save at most."""
+    # Left out: the machine computed at another speed for these, so a quotient would show that.
     rows = results.rows
     drifted = rows[rows.share_left_out.notna()]
     for _, row in drifted.iterrows():
@@ -223,6 +233,7 @@ def _drift_remarks(results: Results) -> Iterator[str]:
             "python -m benchmarks.in_turns times settings in turns."
         )
     keys = ["sweep", "reference"]
+    # Links are busiest without compression, so these rows bound what it can save.
     plain = rows[(rows.compression == UNCOMPRESSED) & rows.step_time_s.notna()]
     for _, base in plain.merge(drifted[keys].drop_duplicates(), on=keys).iterrows():
         use = {
@@ -243,6 +254,7 @@ def _drift_remarks(results: Results) -> Iterator[str]:
 def _rate(results: Results) -> str:
     """Return the rate that most rows compare with one cloud; empty if none does."""
     names = [name for name in reversed(RATES) if f"{name}_share_of_one_cloud" in results.rows]
+    # Of several rates the one that most rows have.
     shares = {name: results.rows[f"{name}_share_of_one_cloud"].count() for name in names}
     if any(shares.values()):
         return max(shares, key=lambda name: shares[name])
@@ -253,6 +265,7 @@ def remarks_of(results: Results) -> Iterator[str]:
     rows = results.rows
     if (rows.finished > 1).any():
         yield "± is the standard deviation over seeds."
+    # One run has no spread; its error over samples is shown instead.
     if any(
         plus_minus(rows[rows[f"{s}_std"].isna()], score=s).notna().any() for s in results.scores
     ):
@@ -273,16 +286,19 @@ def remarks_of(results: Results) -> Iterator[str]:
             yield "tokens/s: all that were computed; learned_tokens_per_s in points.csv."
         yield "of one cloud: throughput / that of the same work with cluster=one_cloud."
         compared = rows[rows[f"{rate}_share_of_one_cloud"].notna()]
+        # Per cloud the number of ranks, since throughput depends on it.
         counts = dict(zip(compared.cluster, map(_num_ranks, compared.settings), strict=True))
         if len(set(counts.values())) > 1:
             listed = ", ".join(f"{cluster} has {count}" for cluster, count in counts.items())
             yield f"Numbers of ranks differ, so the share is not due to the link alone: {listed}."
     unknown = [run for run in results.runs if None in run.summary.get("quality", {}).values()]
+    # A score that is not finite has no mean.
     if unknown:
         named = ", ".join(f"{run.label} s{run.settings.get('seed')}" for run in unknown)
         yield f"Means exclude runs whose score is not finite: {named}."
     if len(commits := {str(commit) for commit in results.points.commit.dropna()}) > 1:
         yield f"These runs are of different code: {', '.join(sorted(commits))}."
+    # Notes of several rows may be the same one.
     yield from dict.fromkeys(note for entry in rows.published for note in entry["notes"])
 
 
@@ -297,6 +313,7 @@ def _num_ranks(settings: Mapping[str, object]) -> int:
 def write_csv(folder: Path, results: Results) -> list[Path]:
     """Write table.csv, a row per setting, and points.csv, a row per run, failed ones included."""
     table = results.rows.drop(columns=_BESIDE).round(6)
+    # The name says what it is a share of, as a reader of a CSV sees no remark.
     table = table.rename(columns={"share": "share_of_uncompressed_step_time"})
     paper = {f"paper_{n}": [e.get(n) for e in results.rows.published] for n in _PUBLISHED}
     table = table.assign(**paper)
@@ -312,6 +329,7 @@ def print_swept(swept: Swept, console: Console | None = None) -> None:
     console = console or console_of()
     for score in swept.scores:
         texts = swept.rows.assign(text=swept.rows.apply(spread_text, axis=1, score=score))
+        # Each value once, with the lines beside each other.
         wide = texts.groupby(["value", "line"]).text.agg(", ".join).unstack()
         wide = wide[swept.lines].fillna("-")
         cells = [(f"{value:g}", *row) for value, row in wide.iterrows()]
@@ -338,9 +356,11 @@ def write_swept(folder: Path, swept: Swept) -> Path:
 def _compare(results: Results) -> None:
     """Print the settings that differ between sweeps, and compare rows with the same label."""
     first, *others = results.sweeps
+    # Settings that a sweep varies by itself are not what tells it from another.
     shared = {}  # the settings that all runs of a sweep have
     for sweep in results.sweeps:
         own = [run.settings for run in results.runs if run.sweep == sweep]
+        # Those that all runs of a sweep have alike.
         shared[sweep] = {key: own[0][key] for key in own[0].keys() - set(varying(own))}
     for sweep in others:
         found = differences(shared[first], other=shared[sweep]).items()
@@ -349,6 +369,7 @@ def _compare(results: Results) -> None:
         heading = "settings that differ" if both else "no common setting differs"
         say("\n".join([f"{first} | {sweep}: {heading}", *both[:MAX_DIFFERENCES]]))
     scored = results.rows[results.rows.score.notna()]
+    # The first sweep is the reference.
     bases = scored[scored.sweep == first].drop_duplicates("setting").set_index("setting")
     others_scored = scored[scored.sweep != first]
     for _, row in others_scored[others_scored.setting.isin(bases.index)].iterrows():
@@ -356,6 +377,7 @@ def _compare(results: Results) -> None:
         more = score_text(row.score, value=row[row.score] - base[row.score])
         sign = "" if more.startswith("-") else "+"
         line = f"{row.setting}: {row.sweep} against {first}: {sign}{more}"
+        # NaN where one of them has no step time.
         if pd.notna(slower := row.step_time_s / base.step_time_s):
             line += f", step time x{slower:.2f}"
             if drift := drift_of(row, other=base):
@@ -371,6 +393,7 @@ def write_sweep_site(results: Results, files: Sequence[Path], title: str, folder
     a setting with its runs and the command of each. Returns the index. Pictures are copied."""
     cells = cells_of(results)
     links = [
+        # A number in front: two settings may be alike once marks are taken out.
         f"{number}-{re.sub(r'[^A-Za-z0-9]+', '-', setting).strip('-')[:60]}"
         for number, setting in enumerate(cells.setting)
     ]
@@ -399,12 +422,14 @@ def _setting_page(name: str, results: Results, runs: Sequence[PointResult]) -> P
     settings = runs[0].settings
     entry = read_points(runs[0].run_dir.parent)
     differing = [key for key in varying([r.settings for r in results.runs]) if key != "seed"]
+    # A setting that only others have is none of this row's.
     own = [key for key in differing if settings.get(key) is not None]  # others have the rest
     what = pd.DataFrame({"setting": own, "value": [str(settings[key]) for key in own]})
     points = results.points.loc[[results.runs.index(run) for run in runs]]
     points = points.dropna(axis="columns", how="all")
     points = points.drop(columns=[*differing, "sweep", "label", "identity"], errors="ignore")
     first = [column for column in _FIRST_OF_A_RUN if column in points]
+    # Those first that a reader looks for, then the figures in their order.
     points = points[[*first, *points.columns.difference(first, sort=False)]]
     made = entry.get(runs[0].run_dir.name)  # sweep.json may not know it
     command = shlex.join(["python", "run.py", *made["overrides"]]) if made else ""
@@ -428,6 +453,7 @@ def columns_of(settings: Sequence[PointSettings]) -> list[str]:
     shown = []
     for key in varying(settings):
         values = [s[key] for s in settings if s.get(key) is not None]
+        # A text that only some have would leave most of a column empty.
         is_swept = all(map(is_number, values)) and len(set(map(str, values))) > 1
         if is_swept or len(values) == len(settings):
             shown.append(key)
@@ -451,6 +477,7 @@ def page_in_mlflow(
         metrics = (score, *COSTS)
         params = columns_of(settings)
         return list(tracker.store.show_sweep(sweep, metrics, params, files=files))
+    # The sweep has its results; a tracker that fails is only a remark.
     except Exception as error:  # MLflow may be down or refuse; the sweep continues.
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         return [f"MLflow: no page could be prepared: {reason}"]

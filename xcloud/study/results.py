@@ -82,14 +82,17 @@ class PointResult:
         in between. Starts are recorded by the second, so of its end a second is left out."""
         begun = self.summary.get("started_at")
         took_s = self.summary.get("wall_s")
+        # A resumed run has a gap in between.
         if not begun or not took_s or self.summary.get("num_resumes"):
             return None
         began_s = datetime.fromisoformat(str(begun)).timestamp()
+        # Its start has been cut to the second, so it may have begun up to one later.
         return began_s, began_s + max(0.0, float(took_s) - 1.0)
 
     @cached_property
     def metrics(self) -> dict[str, float]:
         """Its numbers that tables compare, by the names that MLflow has."""
+        # The same numbers as the tracker shows, under the same names.
         return legal(RunRecord(self.summary, FIGURES).metrics)
 
     @property
@@ -98,6 +101,7 @@ class PointResult:
         unless the run has finished."""
         if self.status != "finished":
             return []
+        # Leaks count as scores: a defence is judged by them.
         values = self.summary["quality"] | {name: self.summary.get(name) for name in LEAKS}
         evaluated = evaluation_metrics(self.summary)
         values |= {name: value for name, value in evaluated if not name.endswith("_error")}
@@ -147,6 +151,7 @@ class Results:
         """The runs of each setting, by the index of `rows`."""
         groups: dict[tuple[str, str], list[PointResult]] = {}
         for run in self.runs:
+            # Seeds of a setting are one row.
             groups.setdefault((run.sweep, identity(run.settings, "seed")), []).append(run)
         return list(groups.values())
 
@@ -161,13 +166,18 @@ class Results:
             if run.status == "finished"
         )
         if len(figures):
+            # Of figures that only some runs have, others are NaN and no part of a mean.
             by_row = figures.astype(float).groupby("row").agg(["mean", "std"])
             by_row.columns = [name + "_std" * (what == "std") for name, what in by_row.columns]
+            # The spread of an error says nothing.
             rows = rows.join(by_row.drop(columns=by_row.filter(regex="_error_std$")))
+        # Columns that the rest relies on, of sweeps of which no run has them.
         needed = [f"{name}{end}" for name in COSTS for end in ("", "_std")]
         rows = rows.reindex(columns=rows.columns.union(needed, sort=False))
         rows = _share_of_uncompressed(rows)
         for name in rows.columns.intersection(RATES):
+            # The mean over the rows with all ranks in one cloud and the same work is the
+            # reference.
             alone = rows[name].where(rows.cluster == ONE_CLOUD)
             there = alone.groupby([rows.sweep, rows.workload]).transform("mean")
             rows[f"{name}_share_of_one_cloud"] = rows[name] / there
@@ -177,10 +187,12 @@ class Results:
     def num_at_once(self) -> int:
         """How many points ran at once, at most: as their launcher says, or as their times show."""
         changes: list[tuple[float, int]] = []
+        # How many runs overlap: +1 where one begins, -1 where one ends, summed up in time.
         for run in self.runs:
             if run.span_s is not None:
                 changes += [(run.span_s[0], 1), (run.span_s[1], -1)]
         running = np.cumsum([change for _, change in sorted(changes)])
+        # A launcher that was killed has recorded nothing; times show what ran beside each other.
         return max([1, *(run.at_once for run in self.runs), *map(int, running)])
 
     @property
@@ -214,11 +226,13 @@ def spread(row: Any, name: str, text: Callable[[float], str]) -> str:
         std = known(row, name=f"{name}_error")
     if std is None:
         return text(mean)
+    # The unit stands once, so the spread is in the unit of the mean.
     number, _, unit = text(mean).partition(" ")
     if unit not in ("ms", "s"):
         return f"{number} ± {text(std)}"
     if unit == "ms":
         std *= 1000
+    # As many decimals as the mean has.
     digits = len(number.partition(".")[2])
     return f"{number} ± {std:.{digits}f} {unit}"
 
@@ -233,6 +247,7 @@ def _row(runs: Sequence[PointResult]) -> dict[str, Any]:
     """Return what the runs of a setting have in common."""
     settings = runs[0].settings
     finished = [run for run in runs if run.status == "finished"]
+    # A run that failed before its summary has no label of compression.
     compressions = (run.summary.get("compression") for run in runs)
     compression = str(next(filter(None, compressions), "-"))
     return {
@@ -255,14 +270,17 @@ def _share_of_uncompressed(rows: pd.DataFrame) -> pd.DataFrame:
     """Add share, share_std from the spreads of both over their seeds, and share_left_out."""
     keys = ["sweep", "reference"]
     base = rows[(rows.compression == UNCOMPRESSED) & rows.step_time_s.notna()]
+    # Of several uncompressed rows the last one, which is the newest.
     base = base.drop_duplicates(keys, keep="last").set_index(keys)
     there = rows[keys].join(base.drop(columns=keys, errors="ignore"), on=keys)
     share = rows.step_time_s / there.step_time_s
     reasons = [drift_of(rows.loc[number], other=there.loc[number]) for number in rows.index]
     left_out = pd.Series(reasons, rows.index, dtype=object)
     share = share.where(left_out.isna())
+    # Relative spreads of two independent means add by their squares.
     own, others = (one.step_time_s_std / one.step_time_s for one in (rows, there))
     noise = np.hypot(own.fillna(0.0), others.fillna(0.0))
+    # The reference has no spread against itself.
     is_known = (noise > 0) & (share != 1.0)
     share_std = (share * noise).where(is_known)
     return rows.assign(share=share, share_std=share_std, share_left_out=left_out)
@@ -276,13 +294,16 @@ def drift_of(row: Any, other: Any) -> str | None:
     worst = LARGEST_DRIFT
     said = None
     for name in row.index:
+        # Both figures of computing in each cloud, of the row and of its reference.
         if not name.startswith(COMPUTE) or name.endswith("_std"):
             continue
         here_s = known(row, name=name)
         there_s = known(other, name=name)
+        # Cannot be told, so nothing is held against the comparison.
         if step_s is None or here_s is None or not there_s:
             continue
         drift = here_s / there_s - 1
+        # A cloud that hardly computes may double its time without a matter.
         if abs(drift) > worst and abs(here_s - there_s) > NO_MATTER * step_s:
             worst = abs(drift)
             times = f"{human_seconds(here_s)} against {human_seconds(there_s)} a step"
@@ -294,6 +315,7 @@ def drift_of(row: Any, other: Any) -> str | None:
 
 def _tell_apart(rows: pd.DataFrame) -> None:
     """Extend equal labels (from different commands) with the settings that differ."""
+    # Labels come from the points of one command; another one may have chosen the same.
     for _, alike in rows.groupby(["sweep", "setting"]):
         keys = [key for key in varying(list(alike.settings)) if key != "seed"][:3]
         for number, settings in alike.settings.items():
@@ -308,6 +330,7 @@ def _by_score(row: pd.Series) -> tuple[bool, float, float]:
         return True, 0.0, step_s
     if row.score in LESS_IS_BETTER:
         return False, row[row.score], step_s
+    # Ascending order: of a score of which more is better the negative.
     return False, -row[row.score], step_s
 
 
@@ -345,9 +368,11 @@ def swept_of(results: Results) -> Swept | None:
     """Choose the numeric setting with the most values while everything else is equal; None if
     there is none."""
     scored = results.rows[results.rows.score.notna()]
+    # Only settings that vary, the seed aside: that is what repeats are of.
     keys = [key for key in varying(list(scored.settings)) if key != "seed"]
     found = [[deciding(settings).get(key) for key in keys] for settings in scored.settings]
     values = pd.DataFrame(found, scored.index, keys, dtype=object)
+    # Texts, as lists are not hashable.
     words = values.map(repr).assign(sweep=scored.sweep)
     # For each setting, of the rows that have it as a number: the most that differ in it alone.
     alike = {
@@ -355,6 +380,7 @@ def swept_of(results: Results) -> Swept | None:
         for key in keys
     }
     most = pd.Series(alike, dtype=float)
+    # Two values at least; NaN if there is none.
     if not most.max() >= 2:
         return None
     setting = str(most.idxmax())
@@ -364,6 +390,7 @@ def swept_of(results: Results) -> Swept | None:
     lines = [
         _line(row, setting=setting, others=others, several=several) for _, row in shown.iterrows()
     ]
+    # Each row of the picture belongs to a line, which says what else varies.
     shown = shown.assign(value=values[setting][shown.index].astype(float), line=lines)
     shown = shown.sort_values("line", key=lambda labels: labels.map(_natural), kind="stable")
     names = shown_scores(name for name in results.scores if shown[name].notna().any())
@@ -374,6 +401,7 @@ def _line(row: Any, setting: str, others: Sequence[str], several: bool) -> str:
     settings = deciding(row.settings)
     parts = []
     for key in others:
+        # Of a group the label is shown, not each of its settings.
         head = key.split(".")[0]
         value = settings.get(key)
         if head in ("compression", "cluster") and head != setting.split(".")[0]:
@@ -387,6 +415,7 @@ def _line(row: Any, setting: str, others: Sequence[str], several: bool) -> str:
 
 def _natural(label: str) -> str:
     """Return a key that sorts rank=8 before rank=16."""
+    # Numbers are padded, so that texts sort as numbers do.
     return re.sub(r"\d+\.?\d*", lambda number: f"{float(number[0]):020.6f}", label)
 
 
@@ -410,6 +439,7 @@ def from_store(store: Store, sweep: str) -> list[PointResult]:
         for folder in store.artifacts_of_sweep(sweep)
         if (folder / EXPERIMENT_FILE).exists() and (folder / SUMMARY_FILE).exists()
     ]
+    # The same point in one sweep: the later run is the one that counts.
     return list({identity(result.settings): result for result in found}.values())
 
 
@@ -434,11 +464,13 @@ def open_sweep(name: str, store: Store | None = None) -> tuple[Path, list[PointR
     Raises ConfigError if it is unknown.
     """
     given = Path(name)
+    # A name with a separator, or a folder with runs in it, is meant as a path.
     is_path = len(given.parts) > 1 or any(given.glob(f"*/{EXPERIMENT_FILE}"))
     folder = given if is_path else Path("multirun") / name
     if folder.is_dir():
         refuse_links(folder)  # into which the tables are written
     results = from_folder(folder)
+    # Folders may be gone where MLflow still has what was logged.
     if not results and store is not None:
         results = from_store(store, sweep=folder.name)
     if not results:
@@ -454,6 +486,7 @@ def published_for(settings: PointSettings, compression: str) -> dict[str, Any]:
     (quality, share, ratio, of_one_cloud) and `notes` to show with them."""
     data = _published()
     for entry in data["published"]:
+        # The first entry that fits, as in a table of exceptions followed by rules.
         if all(_fits(settings, compression, *one) for one in entry["where"].items()):
             return {**entry, "notes": [data["notes"][name] for name in entry.get("notes", ())]}
     return {"notes": []}
@@ -462,6 +495,7 @@ def published_for(settings: PointSettings, compression: str) -> dict[str, Any]:
 @cache
 def _published() -> dict[str, Any]:
     path = project_root() / PUBLISHED
+    # Wheels have no experiments.
     if not path.is_file():
         return {"published": []}
     return tomllib.loads(path.read_text("utf-8"))

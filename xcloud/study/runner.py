@@ -1,6 +1,6 @@
 """Run the points of a study, each in a process: keep finished ones, go on with interrupted ones,
-report failures. Sweeps and claims (xcloud/study/reproduce.py) use the same runner. Independent of
-Hydra: others compose the points.
+report failures. Sweeps and claims (experiments/claims/reproduce.py) use the same runner.
+Independent of Hydra: others compose the points.
 
 Each point is a process, python -m xcloud.study.runner RUN_DIR. Its output goes to run.log in its
 folder, and up to its closing table to the screen, prefixed with the point's name.
@@ -110,10 +110,13 @@ class Processes:
 
     def run(self, point: Point, run_dir: Path) -> None:
         """Raises RunFailed with the last line that the point said."""
+        # The file says what the point is, so that the folder can be run by hand as well.
         point.named.write(run_dir / EXPERIMENT_FILE)
+        # Points that compute at once share the cores.
         threads = num_threads(point.experiment.cluster.num_processes * self.parallel)
         process = start_point(run_dir, threads)
         self._running.append(process)
+        # Ctrl+C may come between its start and the line above.
         if self._is_ending:  # it began while `end` went through the others
             process.terminate()
         last = ""
@@ -123,8 +126,11 @@ class Processes:
                 with suppress(OSError):  # a full disk ends no point
                     log.write(line.encode())
                 last = line.strip() or last
+                # The closing table of a point is in its log; on the screen it would bury the
+                # others.
                 if line.strip() and not (run_dir / SUMMARY_FILE).exists():
                     say(f"[{point.name}] {line.rstrip()}")
+        # Its last line is the reason.
         if code := process.wait():
             raise RunFailed(last.removeprefix("xcloud: ") or f"it ended with exit code {code}")
 
@@ -135,15 +141,18 @@ class Processes:
     def end(self) -> None:
         """Ask all runs to save the step under way and to end; at a second Ctrl+C within 60 s."""
         say("\nsaving what there is; once more, to end at once")
+        # Waits without a limit until a second Ctrl+C ends the first block.
         with suppress(KeyboardInterrupt):
             self._terminate(None)
             return
+        # No third one may interrupt the killing.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._terminate(60.0)
 
     def _terminate(self, within_s: float | None) -> None:
         self._is_ending = True
         for process in self._running:
+            # First all are asked, then each is waited for, so that they save at the same time.
             process.terminate()  # those that have ended are left alone
         for process in self._running:
             try:
@@ -186,6 +195,7 @@ class Runner:
 
     def decide(self, points: Sequence[Point]) -> list[Decision]:
         """Decide what becomes of each point. Raises ConfigError if that cannot be told."""
+        # Looks at every folder before anything is started.
         decisions = self._state.decide(
             points, self._settings.accept_changes, is_running=self._processes.is_running
         )
@@ -196,13 +206,16 @@ class Runner:
     def run(self) -> None:
         """Run what was decided. At Ctrl+C every run saves the step under way and ends; then
         KeyboardInterrupt is raised."""
+        # Who learns from points hears of finished ones, too.
         for decision in self._finished:
             self._hand_over(decision.point, run_dir=self._state.folder / decision.folder)
         with ThreadPoolExecutor(self._settings.parallel) as pool:
             try:
+                # list() waits for all and raises what a thread raised.
                 list(pool.map(self._point, self.todo))
             except BaseException:
                 self._is_interrupted = True
+                # Points in the queue never start; those that run are ended.
                 pool.shutdown(wait=False, cancel_futures=True)
                 self._processes.end()
                 raise
@@ -217,15 +230,18 @@ class Runner:
                 self._on_finished(point, run_dir)
 
     def _point(self, decision: Decision) -> None:
+        # A point in the queue when another has failed.
         if self._starts_no_more:
             return
         point = decision.point
         run_dir = self._state.folder
+        # Its number among those to run, not among all.
         say(f"[{1 + self.todo.index(decision)}/{len(self.todo)}] {point.name}")
         started_s = time.monotonic()
         figures = ""
         cause = None
         try:
+            # sweep.json is one file for all points.
             with self._one_at_a_time:
                 run_dir = self._state.begin(decision, self._settings.parallel)
             self._processes.run(point, run_dir)
@@ -233,6 +249,7 @@ class Runner:
             self._hand_over(point, run_dir=run_dir)
         except Exception as error:
             cause = _one_line(error)
+        # Every run has been asked to end, so its failure says nothing.
         if not self._is_interrupted:
             self._ended(point, figures, cause, took_s=time.monotonic() - started_s)
 
@@ -249,6 +266,7 @@ class Runner:
                 text += "; the others continue"
         if self.num_left and not self._starts_no_more:
             done = len(self._took_s)
+            # Mean so far, and as many at once as run.
             left_s = sum(self._took_s) / done * self.num_left / self._settings.parallel
             text += f" ({done} of {len(self.todo)} done, about {human_duration(left_s)} left)"
         say(f"{point.name}: {text}")
@@ -300,18 +318,28 @@ class Sweep:
 
     def run(self, asked: Sequence[Overrides], compose: Compose) -> int:
         """asked: the overrides of each point of the grid. Returns the exit code."""
+        # All points are composed and checked before one starts: a typo in the last one costs no
+        # hours.
         points, wrong = composed_points(asked, compose)
         if wrong and not self.drops_invalid:
             self._forget_folder()
             reasons = reasons_of(wrong, asked)
             return refuse("the sweep is refused, nothing was started; " + reasons[0], *reasons[1:])
+        # A sweeper that asked for a point needs an answer for each.
         for reason, refused in wrong.items():
             for overrides in refused:
                 self.causes[overrides] = reason
                 say(f"left out: {' '.join(overrides)}: {reason}")
         if not points:
             return REFUSED
-        code = self._run_points(points)
+        unique = {point.identity: point for point in reversed(points)}  # the first of equal ones
+        try:
+            state = SweepState(self.folder)
+            with state.lock():
+                code = self._run([*reversed(unique.values())], state)
+        except ConfigError as error:
+            code = refuse(str(error))
+        # Equal points are run once, and their results are those of all.
         ran = {
             p.identity: self._folders[p.overrides] for p in points if p.overrides in self._folders
         }
@@ -330,16 +358,8 @@ class Sweep:
             raise RunFailed(f"{' '.join(overrides)}: {cause}")
         return summary
 
-    def _run_points(self, points: Sequence[Point]) -> int:
-        unique = {point.identity: point for point in reversed(points)}  # the first of equal ones
-        try:
-            state = SweepState(self.folder)
-            with state.lock():
-                return self._run([*reversed(unique.values())], state)
-        except ConfigError as error:
-            return refuse(str(error))
-
     def _run(self, points: list[Point], state: SweepState) -> int:
+        # Imports pandas and matplotlib, which a refused sweep does not need.
         from xcloud.study.report import close_sweep, page_in_mlflow
 
         # Points of other commands with this name keep their rows and their names.
@@ -355,6 +375,7 @@ class Sweep:
             point.sweep = self.name
         runner = Runner(state, settings=self.settings, processes=self.processes)
         decisions = runner.decide(points)
+        # Known before they run, so that a sweeper finds a point that fails.
         for decision in decisions:
             self._folders[decision.point.overrides] = self.folder / decision.folder
         self._announce(decisions, todo=runner.todo, num_others=len(earlier))
@@ -364,12 +385,14 @@ class Sweep:
         Thread(target=page_in_mlflow, args=page, name="sweep page", daemon=True).start()
         try:
             runner.run()
+        # SystemExit: a signal that the launcher has turned into one.
         except (KeyboardInterrupt, SystemExit):
             left = runner.num_left + len(runner.causes)
             say(f"\nsweep {self.name}: interrupted, {left} of {len(decisions)} points are left")
             say(f"continue it:    {self.again}")
             say(f"the table now:  python -m xcloud report {os.path.relpath(self.folder)}")
             return INTERRUPTED
+        # Points of earlier calls may have failed, too.
         self.causes |= runner.causes
         if self.closes:
             close_sweep(self.folder, tracker)
@@ -400,6 +423,7 @@ class Sweep:
 
     def _forget_folder(self) -> None:
         """Remove the folder that Hydra has already made for a refused sweep."""
+        # Only if nothing of a sweep is in it yet.
         by_hydra = {"multirun.yaml", LOCK_FILE}
         if self.folder.is_dir() and {*os.listdir(self.folder)} <= by_hydra:
             for name in by_hydra:
@@ -409,6 +433,7 @@ class Sweep:
 
 def command_again(name: str) -> str:
     """Return the command line of this process as one that continues the sweep of this name."""
+    # The name is given at the end, so one that was typed is left out.
     words = [word for word in sys.argv if not word.startswith("sweep=")]
     program = run_command()
     if Path(words[0]).name == "run.py":
@@ -439,14 +464,17 @@ def composed_points(
             say(f"checked {number} of {len(asked)} points")
         try:
             point = Point.of(overrides, compose(overrides))
+            # Seeds of one setting have the same files, which are looked at once for each identity.
             if point.identity not in checked:
                 checked.add(point.identity)
                 point.experiment.check()
                 odd.update(misfits(point.experiment))
+            # One store is asked once, as it may be far away.
             if (tracker := point.config.plain["tracker"]) not in trackers:
                 point.experiment.tracker.check()
                 trackers.append(tracker)
             points.append(point)
+        # One line of all seeds of an invalid setting.
         except XcloudError as error:
             wrong.setdefault(_one_line(error), []).append(overrides)
     for text, num in odd.items():
@@ -455,6 +483,7 @@ def composed_points(
 
 
 def reasons_of(wrong: Mapping[str, Sequence[Overrides]], asked: Sequence[Overrides]) -> list[str]:
+    # What all points have in common explains nothing.
     shared = set(asked[0]).intersection(*asked)
     num = sum(map(len, wrong.values()))
     lines = [f"{num} of {len(asked)} points:"]
@@ -470,6 +499,7 @@ def reasons_of(wrong: Mapping[str, Sequence[Overrides]], asked: Sequence[Overrid
 
 def _figures(run_dir: Path) -> str:
     """Score, step time and ratio of a point, in short."""
+    # Numbers by the names of the tracker, as the table has them.
     summary = read_summary(run_dir)
     known = legal(RunRecord(summary, FIGURES).metrics)
     score = next(iter(summary.get("quality", ())), "")
@@ -484,6 +514,7 @@ def _figures(run_dir: Path) -> str:
 
 def _one_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines() or [type(error).__name__]
+    # An error of the program is named by its class, as its text alone may say nothing.
     if isinstance(error, XcloudError):
         return lines[0]
     return f"{type(error).__name__}: {lines[0]}"
@@ -495,8 +526,10 @@ def main() -> int:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--parent", type=int, required=True, help="process id of the sweep")
     arguments = parser.parse_args()
+    # A sweep that is killed with kill -9 leaves no point running.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: end with the sweep
+        # The sweep had ended before the line above.
         if os.getppid() != arguments.parent:
             return 1
     from xcloud.features.checkpoints.resume import check_can_go_on

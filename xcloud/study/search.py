@@ -81,16 +81,19 @@ class SearchSpace:
                 shared.append(word)
                 continue
             key = found.get_key_element().lstrip("+")
+            # The grammar is that of sweeps: choices, range and interval.
             value: Any = found.value()
             is_log = "log" in getattr(value, "tags", ())
             if found.is_choice_sweep():
                 texts = [*found.sweep_string_iterator()]
                 varied[key] = optuna.distributions.CategoricalDistribution(texts)
             elif found.is_range_sweep():
+                # range() of Hydra leaves its end out, and optuna's distribution has it.
                 stop = value.stop - (1 if float(value.stop).is_integer() else 0)
                 whole = all(float(n).is_integer() for n in (value.start, value.stop, value.step))
                 if not whole:
                     raise ConfigError(f"{word}: range() takes whole numbers; use interval(a,b)")
+                # On a log scale optuna knows no steps.
                 varied[key] = optuna.distributions.IntDistribution(
                     int(value.start), int(stop), log=is_log, step=1 if is_log else int(value.step)
                 )
@@ -105,6 +108,7 @@ class SearchSpace:
                 "hydra/sweeper=search: no setting varies; give choices (compression=none,int8), "
                 "range(1,9) or interval(0.1,0.9), tag(log, interval(1e-5,1e-2)) on a log scale"
             )
+        # A seed that varies would make luck a setting.
         if "seed" in varied:
             raise ConfigError("seed is no setting to search: hydra.sweeper.seeds=N repeats each")
         return cls(varied=varied, shared=tuple(shared))
@@ -112,6 +116,7 @@ class SearchSpace:
     def words(self, values: Values, seed: int) -> Overrides:
         """Return the words of a point."""
         own = [f"{key}={text}" for key, text in values.items()]
+        # The search gives the seeds itself.
         shared = [word for word in self.shared if not word.startswith(("seed=", "+seed="))]
         return (*shared, *own, f"seed={seed}")
 
@@ -119,17 +124,21 @@ class SearchSpace:
         """Return the values that a point of this search has, as the sampler knows them; None for
         another point."""
         given = dict(word.lstrip("+").partition("=")[::2] for word in overrides)
+        # A point of another command in this folder.
         if not self.varied.keys() <= given.keys():
             return None
         rest = {word for word in overrides if word.lstrip("+").split("=")[0] not in self.varied}
         others = {word for word in rest if not word.startswith(("seed=", "sweep="))}
+        # Other shared words: its result is of another experiment.
         if others != {w for w in self.shared if not w.startswith(("seed=", "+seed=", "sweep="))}:
             return None
         found: dict[str, Any] = {}
         for key, kind in self.varied.items():
             text = given[key]
             try:
+                # Words are texts; optuna compares the numbers that it knows.
                 value: Any = type(kind.low)(float(text)) if hasattr(kind, "low") else text
+                # A space that has become smaller since leaves earlier points out.
                 if not kind._contains(kind.to_internal_repr(value)):
                     return None
             except ValueError:
@@ -146,6 +155,7 @@ def imported() -> Any:
         raise ConfigError(
             "hydra/sweeper=search needs optuna: pip install 'xcloud[search]'"
         ) from None
+    # One line for each trial is written here.
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
 
@@ -163,9 +173,12 @@ def _objective(summary: Mapping[str, Any], name: Objective) -> float:
     elif name == "step_time":
         value = summary.get("step_time_s", {}).get("median")
     else:
+        # Bytes of a token compare runs of different batches; of a task without tokens those of a
+        # step are taken.
         value = (summary.get("bytes_per_token") or {}).get("total")
         if value is None:
             value = float(sum(n or 0 for n in summary.get("wan_bytes_per_step", {}).values()))
+    # Optuna would take NaN for a good value.
     if value is None or not math.isfinite(value):
         raise RunFailed(f"the run has no {name.replace('_', ' ')}")
     return float(value)
@@ -196,6 +209,7 @@ class Search:
             say(f"search: {len(tried)} settings are known from before")
         while len(tried) < self.settings.runs:
             count = min(self.batch, self.settings.runs - len(tried))
+            # _ask adds what it returns to `tried`.
             asked = [trial for _ in range(count) if (trial := self._ask(study, tried)) is not None]
             if not asked:
                 say("search: every setting of the space has been tried")
@@ -208,7 +222,9 @@ class Search:
         optuna = imported()
         sampler = optuna.samplers.TPESampler(
             seed=self.settings.sampler_seed,
+            # A third of the runs at most: the sampler needs some to learn from.
             n_startup_trials=min(FIRST_AT_RANDOM, max(2, self.settings.runs // 3)),
+            # Of several at once each counts the others as bad, so that they spread out.
             constant_liar=self.batch > 1,
         )
         directions = ["minimize"] * len(self.settings.objectives)
@@ -221,15 +237,18 @@ class Search:
         results: dict[tuple[str, ...], list[list[float]]] = {}
         for name, entry in read_points(folder).items():
             values = self.space.read(entry["overrides"])
+            # Points that this search did not make are no trials of it.
             if values is None:
                 continue
             summary = read_summary(folder / name)
             key = _key(values)
             by_values[key] = values
+            # Several seeds of a setting are one trial.
             if summary.get("status") == "finished":
                 results.setdefault(key, []).append(
                     objectives_of(summary, names=self.settings.objectives)
                 )
+        # A setting with seeds missing is tried again; its finished runs are kept.
         complete = {k: v for k, v in results.items() if len(v) >= self.settings.seeds}
         for key, found in complete.items():
             study.add_trial(
@@ -245,6 +264,7 @@ class Search:
         """Return a trial of a setting that was not tried; None if there seems to be none left."""
         optuna = imported()
         for number in range(MAX_ASKED):
+            # TPE may propose the same setting for ever in a small space.
             if number == MAX_ASKED // 5:  # the sampler insists: try what is left at random
                 for params in _all_of(self.space.varied):
                     if _key(params) not in tried:
@@ -254,6 +274,7 @@ class Search:
             if _key(trial.params) not in tried:
                 tried.add(_key(trial.params))
                 return trial
+            # A trial that was proposed twice must be told something.
             study.tell(trial, state=optuna.trial.TrialState.FAIL)
         return None
 
@@ -264,17 +285,20 @@ class Search:
         for number, trial in enumerate(trials):
             seeds = range(1, self.settings.seeds + 1)
             own = [self.space.words(_texts(trial.params), seed=seed) for seed in seeds]
+            # One seed is enough: they share shapes and plans.
             if refusal := self._refusal(own[0]):
                 say(f"refused before it runs: {_named(trial.params)}: {refusal}")
                 study.tell(trial, state=optuna.trial.TrialState.FAIL)
             else:
                 words[number] = own
+        # All points in one call: they may run at once.
         found = iter(self.run([point for own in words.values() for point in own]))
         for number, own in words.items():
             outcomes = [next(found) for _ in own]
             try:
                 values = [
                     objectives_of(outcome, names=self.settings.objectives)
+                    # A text is the reason why there is no summary.
                     for outcome in outcomes
                     if not isinstance(outcome, str)
                 ]
@@ -289,10 +313,12 @@ class Search:
 
     def _refusal(self, words: Overrides) -> str | None:
         """Return why a setting may not run by its plan; None if it may."""
+        # Planning takes a trial run, so it is not made without a bound.
         limit_s = self.settings.max_step_s
         limit_mb = self.settings.max_memory_mb
         if limit_s is None and limit_mb is None:
             return None
+        # The planner imports torch.
         from xcloud.planner.planning import Planner
 
         plan: dict[str, Any] = {
@@ -301,10 +327,12 @@ class Search:
             "profile": self.settings.profile,
         }
         planner = Planner(Settings.of({**self.compose(words), "plan": plan}))
+        # The plan of the job as it is, not of what would be faster.
         own = planner.report(*planner.profile()).ranked.own
         if limit_s is not None and own.step_s > limit_s:
             planned = human_seconds(own.step_s)
             return f"planned step {planned}, allowed {human_seconds(limit_s)} (max_step_s)"
+        # The fullest rank is what a machine must hold.
         cloud, num_bytes = max(own.memory.items(), key=lambda pair: pair[1])
         if limit_mb is not None and num_bytes > limit_mb * 1e6:
             allowed = human_bytes(int(limit_mb * 1e6))
@@ -341,6 +369,7 @@ def _all_of(varied: Mapping[str, Any]) -> list[dict[str, Any]]:
         else:
             return []
         found = [{**params, key: value} for params in found for value in values]
+        # A space of so many settings is not listed to find one that is left.
         if len(found) > 10_000:
             return []
     return found

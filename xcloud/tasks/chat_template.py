@@ -49,6 +49,7 @@ class TemplateProcess:
         self._lock = Lock()
 
     def close(self) -> None:
+        # Forgotten before it is killed: whatever fails below, the next chat gets a new process.
         process = self._process
         self._process = None
         if process is None:
@@ -56,6 +57,7 @@ class TemplateProcess:
         process.kill()
         process.wait()
         for stream in (process.stdin, process.stdout):
+            # What was not yet written goes nowhere.
             if stream is not None:
                 with contextlib.suppress(BrokenPipeError):
                     stream.close()
@@ -75,6 +77,7 @@ class TemplateProcess:
         """
         chat = {"chat_template": template, "conversations": [list(messages)], **settings}
         request = {"chat": chat, "date": date}
+        # One chat at a time: an answer is the line that follows the question.
         with self._lock:
             answer = self._asked(json.dumps(request))
         if not answer:
@@ -90,6 +93,7 @@ class TemplateProcess:
         """Return the answer; "" if the process was ended by one of its limits."""
         if self._process is None or self._process.poll() is not None:
             self._process = subprocess.Popen(
+                # `xcloud` is found by the child as it is by this process, installed or not.
                 python_command(__name__, str(self._processor_s)), encoding="utf-8",
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                 env={**os.environ, **module_paths()},
@@ -99,6 +103,7 @@ class TemplateProcess:
         try:
             process.stdin.write(line + "\n")
             process.stdin.flush()
+            # A limit ends the child without a word, which here is the end of its output.
             answer = process.stdout.readline()
         except BrokenPipeError:
             answer = ""
@@ -133,28 +138,37 @@ def main() -> None:
             Clock.was_asked = True
             return Clock.of_run
 
+    # Templates ask strftime_now, which transformers takes from this name.
     chat_template_utils.datetime = Clock  # type: ignore[attr-defined]
 
     def limit(kind: int, most: int) -> None:
+        # An unprivileged process may lower a hard limit and never raise it again, so only the soft
+        # one moves.
         hard = resource.getrlimit(kind)[1]
         if hard != resource.RLIM_INFINITY:
             most = min(most, hard)
         resource.setrlimit(kind, (most, hard))
 
     processor_s = int(sys.argv[1])
+    # A memory dump of a template that failed would hold the texts.
     limit(resource.RLIMIT_CORE, 0)
     if sys.platform == "linux":
+        # On top of what is mapped now: the interpreter and transformers are not the template's.
         with open("/proc/self/statm") as file:
             pages = int(file.read().split()[0])
         limit(resource.RLIMIT_AS, pages * resource.getpagesize() + MAX_BYTES)
     for line in sys.stdin:
+        # The limit counts from the start of the process: what earlier chats took is added for each
+        # one.
         limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + processor_s)
         answer: dict[str, object] = {}
         try:
             request = parsed_json(line)
             Clock.of_run = datetime.fromisoformat(request["date"])
             Clock.was_asked = False
+            # Only the text is wanted; the second value is which of it the assistant wrote.
             text = chat_template_utils.render_jinja_template(**request["chat"])[0][0]
+            # Checked before it is sent: the parent reads the whole line.
             if len(text) > MAX_CHARACTERS:
                 raise ValueError(f"it writes {len(text):,} characters; at most {MAX_CHARACTERS:,}")
             answer["text"] = text
@@ -162,6 +176,7 @@ def main() -> None:
         except MemoryError:
             answer["error"] = f"it takes more than {MAX_BYTES >> 20} MiB"
         except Exception as error:  # whatever a template raises
+            # Cut to a length that fits into a message, as a template can raise its whole input.
             answer["error"] = f"{error or type(error).__name__}"[:300]
         say(json.dumps(answer))
 

@@ -88,6 +88,8 @@ class Classification(TextTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # Classes and scores of a benchmark are part of its name, so what is reported under it can
+        # be compared.
         own = (self.kind, self.classes, self.metrics)
         if self.name not in ("classification", *self.benchmarks):
             names = ", ".join(self.benchmarks)
@@ -99,6 +101,7 @@ class Classification(TextTask):
         if given is not None and (self.kind == "value" or len(set(given)) != len(given)):
             said = "at least two different names, and null with task.kind=value"
             raise ConfigError(f"task.classes must be {said}; got {list(given)}")
+        # Read for its check: a score that the kind of label has not is refused here.
         _ = self.scores
         texts = self.text_columns
         allowed = " or ".join(map(str, self.known.num_texts))
@@ -137,6 +140,8 @@ class Classification(TextTask):
     def _usable(self, tables: SplitTables) -> tuple[SplitTables, dict[str, str]]:
         """Return the tables without an unlabelled test set, unless it was asked for, and the
         columns of train."""
+        # Columns follow from train alone, so that a test set with other columns can't change what
+        # is learned.
         splits = dict(tables.tables)
         remarks = [*tables.remarks]
         train = splits["train"][""][0]
@@ -155,11 +160,15 @@ class Classification(TextTask):
 
     def _read(self, found: SplitTables, fields: frozenset[str]) -> Corpus:
         tables, columns = self._usable(found)
+        # A rank without text still reads labels of its own, and one without labels counts rows by
+        # its texts.
         hidden = set[str]() if fields & {"text", "types"} else {"first", "second"}
         hidden |= {"label"} - fields
         wanted = {name: column for name, column in columns.items() if name not in hidden}
 
         def rows_of(table: RowTable) -> Rows:
+            # The same check for every table, also of a part: a label that is missing can be
+            # neither learned nor scored.
             rows = read(table, wanted=wanted, keys=KEYS)
             check_are_there(rows.texts.get("label", ()), known=self.known, where=table.where)
             return rows
@@ -167,8 +176,11 @@ class Classification(TextTask):
         corpus = self.arrange(
             tables, rows_of=rows_of, used=lambda table: columns.values(), dev_as_test=True
         )
+        # Columns of the demo texts were chosen by nobody, so they are no news.
         if not self.data.names_columns:
             return corpus
+        # Agreed: two clouds that read different columns of the same file would train on other
+        # texts.
         *texts, label = columns.values()
         described = f"{' + '.join(texts)} → {label}"
         remarks = [f"columns {described}", *corpus.remarks]
@@ -176,6 +188,8 @@ class Classification(TextTask):
 
     def labels_of(self, corpus: Corpus) -> tuple[LabelSet, dict[DataSplit, Tensor]]:
         """Return what the labels of a corpus mean, and those of each split. Raises DataError."""
+        # Labels of all splits together say what they mean, but the classes are those of train
+        # alone.
         cells = {split: corpus.splits[split].texts["label"] for split in SPLITS}
         where = self.describe()
         labels = LabelSet.of(self.known, cells, corpus.train_set.texts["label"], where)
@@ -192,6 +206,7 @@ class Classification(TextTask):
 
 def _contradicting(cells: Mapping[DataSplit, Mapping[str, Sequence[str]]]) -> Iterator[str]:
     """Yield a remark for each split in which a text stands with different labels."""
+    # Only a rank that sees texts and labels can tell; the others have no column of texts here.
     for split, of in cells.items():
         texts = [*zip(*(of[name] for name in ("first", "second") if name in of), strict=True)]
         labels: dict[tuple[str, ...], set[str]] = {}
@@ -212,6 +227,7 @@ class ClassificationData(View[Classification]):
         columns: dict[str, dict[DataSplit, Any]] = {}
         tokenizers = {}
         remarks: list[str] = []
+        # Types are made of where a pair's texts end, so whoever sees them needs the texts' tokens.
         if fields & {"text", "types"}:
             tokenizers["text"] = tokenizer = public_tokenizer(
                 task.tokenizer, cache_dir=task.cache_dir
@@ -225,6 +241,7 @@ class ClassificationData(View[Classification]):
             label, columns["label"] = task.labels_of(corpus)
             self._label = label
             self.head = label.head
+            # Two people may well give a pair of sentences two similarities.
             if task.known.kind != "value":
                 remarks += _contradicting(cells)
             remarks += [
@@ -236,6 +253,7 @@ class ClassificationData(View[Classification]):
     def sentences(self, field: str) -> Sequence[Sequence[int]]:
         """Return first and second texts of the training pairs alike."""
         self.tokenizer(field)
+        # All first texts, then all second ones: a basis or a start is made of both alike.
         samples = [self._pairs["train"].texts(i) for i in range(self._rows["train"])]
         return [texts[place] for place in range(2) for texts in samples if place < len(texts)]
 
@@ -251,6 +269,7 @@ class ClassificationData(View[Classification]):
         assert label is not None and isinstance(labels, Tensor)
         samples: dict[int, dict[str, object]] = {}
         by_part: dict[str, list[tuple[float, float]]] = {}
+        # Sorted, so that row i of every part is the same sample in all of them (label_scores).
         for i in sorted(predictions):
             right = float(labels[i])
             said = label.read(predictions[i])
@@ -282,6 +301,7 @@ class ClassificationData(View[Classification]):
         """Write text_tokenizer.json if text is visible, labels.json if labels are."""
         super().save_tokenizers(folder)
         if self._label is not None:
+            # What an index means is nowhere else: weights know numbers only.
             content = {"kind": self._task.known.kind, "classes": self._label.names}
             folder.mkdir(parents=True, exist_ok=True)
             text = json.dumps(content, ensure_ascii=False) + "\n"
@@ -328,22 +348,28 @@ class LanguageFolder(InFolder):
         here = form.train_language
         files = dict[str, TextFile]()
         for file in list_files(Path(where), form):
+            # train.en.tsv and train.en.jsonl have one name and could both be meant.
             if (other := files.setdefault(file.name, file)) is not file:
                 both = f"{name_of(other)} and {name_of(file)}"
                 raise DataError(f"{where}: {both} are both {file.name}; remove one")
         found = f"found: {listed(map(name_of, files.values()))}"
         tested = [name[5:] for name in files if re.fullmatch(r"test\.[a-z]{2,3}", name)]
+        # The training language first: its scores head the table.
         tested.sort(key=lambda language: (language != here, language))
         wanted = list(form.test_languages) or tested or ["LANGUAGE"]
         if missing := [language for language in wanted if language not in tested]:
             said = f"no test.{missing[0]}.tsv (or .jsonl) for task.languages"
             raise DataError(f"{where}: {said}; {found}")
+        # In this order: the training set's own name, one without a language, and dev where neither
+        # is there.
         trained = [name for name in (f"train.{here}", "train") if name in files][:1]
         dev = [name for name in (f"{one}.{here}" for one in DEV_NAMES) if name in files][:1]
         if not (names := [*trained, *dev]):
             said = f"no train.{here}.tsv and no dev.{here}.tsv to train on (task.train_language)"
             raise DataError(f"{where}: {said}; {found}")
         remark = f"no training file: {name_of(files[names[0]])} is the training set"
+        # zip ends with the shorter one: a single file is the training set, and dev is held out of
+        # it.
         tables: Tables = {s: {"": [files[name]]} for s, name in zip(SPLITS, names, strict=False)}
         tables["test"] = {language: [files[f"test.{language}"]] for language in wanted}
         return SplitTables(
@@ -366,6 +392,7 @@ class LanguageHub(OnHub):
 
     def check(self, form: Form) -> None:
         super().check(form)
+        # One folder has one configuration, and here each language is one.
         if local_folder(self.where(form)):
             said = "is a folder, but this profile reads the hub; use profile=files for a folder"
             raise ConfigError(f"task.data.dataset={self.where(form)} {said}")
@@ -421,8 +448,10 @@ class DemoReviews(Demo):
             liked = reviews(self.total)
             rows = [(text, str(int(positive))) for text, positive in liked]
             return self.generated(("sentence", "label"), rows, samples=liked)
+        # Questions and sentences are drawn anew, as reviews have none.
         asked = answers(self.total)
         labelled = [(*texts, ENTAILMENT[0 if yes else 1]) for *texts, yes in asked]
+        # The classes of QNLI in the order of its labels.
         return self.generated(("question", "sentence", "label"), rows=labelled, samples=asked)
 
 
@@ -445,6 +474,7 @@ class DemoInference(Demo):
         asked = {
             "name": (form.name, ("xnli",)),
             "train_language": (form.train_language, ("en", "es")),
+            # Keys as the user set them, to be named in the error.
             **{f"languages[{n}]": (x, ("en", "es")) for n, x in enumerate(form.test_languages)},
         }
         for key, (value, there) in asked.items():
@@ -461,6 +491,7 @@ class DemoInference(Demo):
             x: self.generated(
                 names, rows=[(*texts[x], relation) for texts, relation in pairs], samples=pairs
             )
+            # Every language has the same rows, so train of one and test of the other share none.
             for x in (here, "es" if here == "en" else "en")
         }
         test = {x: made[x].tables["test"][""] for x in form.test_languages or made}

@@ -32,6 +32,7 @@ def cards_of(
     reached: true if the hub can be reached. Without the hub `datasets` sends no request either.
     """
     if folder is not None:
+        # A folder's own cards; nothing is asked of the hub.
         yield from (folder / card for card in CARDS if (folder / card).is_file())
         return
     from huggingface_hub import hf_hub_download
@@ -49,19 +50,24 @@ def cards_of(
                 )
             )
         except (EntryNotFoundError, LocalEntryNotFoundError):
+            # A data set may have one of the two, both, or none.
             continue
 
 
 def check_card(path: Path, name: str) -> None:
     """Raise DataError if a card names data that is not in its own folder, or is no plain YAML."""
+    # Before it is read: a card may be gigabytes.
     check_size(path, max_bytes=MAX_BYTES)
     try:
         text = path.read_text("utf-8")
+        # The part of a README.md between two lines of dashes.
         if path.name.endswith(".md"):
             from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
             block = REGEX_YAML_BLOCK.search(text)
             text = block[2] if block else ""
+        # Anchors can make a few lines billions of values, and parsing is what would fill the
+        # memory, so events are counted before.
         for number, event in enumerate(events(text)):
             if number > MAX_VALUES or getattr(event, "anchor", None):
                 raise DataError(
@@ -70,8 +76,10 @@ def check_card(path: Path, name: str) -> None:
         content = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         said = " ".join(str(error).split())
+        # `from None`: the parser's own error would show lines of a file that is somebody else's.
         raise DataError(f"{name}: {path.name} is no card of a data set: {said:.200}") from None
     configs = content.get("configs") if isinstance(content, dict) else None
+    # Other forms than a list of objects are no configs for `datasets` either.
     for config in configs if isinstance(configs, list) else ():
         for key in _PLACES if isinstance(config, dict) else ():
             for place in _texts(config.get(key)):
@@ -85,6 +93,7 @@ def check_features(features: Any, name: str) -> None:
     features: the features of `datasets`, None where they are not known before rows are read.
     """
     for column, feature in (features or {}).items():
+        # A stack instead of recursion: features nest as deep as a stranger's file says.
         rest = [feature]
         while rest:
             one = rest.pop()
@@ -93,6 +102,7 @@ def check_features(features: Any, name: str) -> None:
                     f"{name}: its column {column!r} is {type(one).__name__}, whose rows name "
                     "files and addresses that reading opens: leave that column out of the data set"
                 )
+            # A sequence has its kind under `feature`; structures are dictionaries or lists.
             inner = one if isinstance(one, dict | list) else getattr(one, "feature", None)
             if isinstance(inner, dict):
                 rest += inner.values()
@@ -107,8 +117,10 @@ def leads_out(place: str) -> bool:
     return (
         "://" in place
         or "::" in place
+        # A backslash leads out on Windows, and in an escaped pattern.
         or "\\" in place
         or place.startswith(("/", "~"))
+        # A scheme without slashes, "file:x", or a drive, "C:x".
         or bool(re.match(r"[A-Za-z][\w+.-]*:", place))
         or ".." in place.split("/")
     )

@@ -33,6 +33,7 @@ _ALIKE = str.maketrans(
     "\u0415\u041a\u041c\u041d\u041e\u0420\u0421\u0422\u0423\u0425\u0406\u0408\u0405"
     "\u03bf\u03bd\u03c1\u0391\u0392\u0395\u0396\u0397\u0399\u039a\u039c\u039d\u039f\u03a1\u03a4\u03a5\u03a7"
     "\u2010\u2011\u2012\u2013\u2014\u2212\u2018\u2019\xb4`",
+    # Pairs by place: each letter above stands for the one below it at the same place.
     "aeopcyxijshABEKMHOPCTYXIJSovpABEZHIKMNOPTYX------''''",
 )
 """Letters of Cyrillic and Greek that look like Latin ones, dashes and quotes."""
@@ -41,6 +42,7 @@ ASKED = ". Is task.label_column right?"
 
 def check_are_there(cells: Sequence[str], known: Benchmark, where: str) -> None:
     """Raise DataError if a label is missing. where: of these cells, in the order of the set."""
+    # A class may be called "null" or "-", and -1 is a value among others.
     named = {*(known.classes or ()), *(["-1"] if known.kind == "value" else [])}
     missing = [n for n, cell in enumerate(cells) if plain(cell) in MISSING and cell not in named]
     if not missing:
@@ -48,6 +50,8 @@ def check_are_there(cells: Sequence[str], known: Benchmark, where: str) -> None:
     cell = cells[missing[0]]
     said = f"{where}: {len(missing):,} of {len(cells):,} rows have no label; the first is row "
     said += f"{missing[0] + 1}, with {cell!r}. "
+    # All of them missing is no slip in a row: the set's labels are hidden, or another column has
+    # them.
     if len(missing) == len(cells) > 1:
         said += "If this set's labels are hidden, test on the dev set (task.data.test_file=dev or "
         raise DataError(f"{said}task.data.test=validation); else set task.label_column")
@@ -86,11 +90,14 @@ class LabelSet:
             names = tuple(known.classes)
         by_name = {name: number for number, name in enumerate(names)}
         by_index = {str(number): number for number in range(len(names))}
+        # Other words for a class have its number.
         for other, name in known.synonyms.items():
             by_name[other] = by_name[name]
         found = {split: set(of) for split, of in cells.items()}
         check_differ({*names}.union(*found.values()), meant=known.classes or (), where=where)
         the_classes = _some(names, most=MAX_SHOWN)
+        # All cells by name, or all by number. Tried in this order: classes called "1" and "0" are
+        # names.
         for numbers in (by_name, by_index):
             if all(of <= numbers.keys() for of in found.values()):
                 return LabelSet(names, numbers)
@@ -101,6 +108,7 @@ class LabelSet:
                     said += ", as in the training set; task.classes may name more"
                 raise DataError(f"{where}, {split}: {said}{ASKED}")
         either = set[str]().union(*found.values())
+        # Left are cells that only a name explains beside others that only a number does.
         only_names = sorted(either - by_index.keys())
         only_indices = sorted(either - by_name.keys())
         said = f"some labels are names of classes ({_some(only_names)}), others their numbers "
@@ -124,6 +132,7 @@ class LabelSet:
             except ValueError as error:
                 said = f"row {number}: the label {quoted(cell)} is not a number{ASKED}"
                 raise DataError(f"{where}, {said}") from error
+        # Single precision, as predictions are.
         found = torch.tensor(values, dtype=torch.float32)
         if not found.isfinite().all():
             raise DataError(f"{where}: a label is not a finite number{ASKED}")
@@ -137,23 +146,28 @@ class LabelSet:
         counts = torch.bincount(labels, minlength=len(self.names)).tolist()
         seen = [f"{n} {count:,}" for n, count in zip(self.names, counts, strict=True) if count]
         text = listed(seen[:MAX_SHOWN])
+        # As many as a line can hold; a corpus may have a thousand classes.
         if len(seen) > MAX_SHOWN:
             text += f" and {len(seen) - MAX_SHOWN:,} more classes"
         if without := [n for n, count in zip(self.names, counts, strict=True) if not count]:
             text += f", none of {', '.join(without[:5])}"
             if len(without) > 5:
                 text += f" and {len(without) - 5:,} more classes"
+        # Where labels are indices that is said, since nobody has checked which name an index
+        # means.
         if self.numbers.keys() >= {*self.names}:
             return text
         return f"{text}, by number"
 
     def read(self, prediction: Sequence[int]) -> float:
         """Convert a stage's prediction to a label value."""
+        # Values travel as millionths, so that all predictions are whole numbers.
         return prediction[0] * (VALUE_UNIT if self.names is None else 1)
 
     def show(self, label: float) -> str:
         if self.names is None:
             return f"{label:.3g}"
+        # A model may predict a class that the head has and the labels have not.
         if 0 <= label < len(self.names):
             return self.names[int(label)]
         return f"{label} (no class)"
@@ -163,10 +177,14 @@ def plain(label: str) -> str:
     """Return a label as a reader sees it, by which two that look alike are equal: without case,
     characters that are not seen, other forms of the same letters, and zeros before or behind a
     whole number."""
+    # NFKC makes one of full-width and ordinary letters; after casefold some forms come apart
+    # again, so it is done twice.
     composed = unicodedata.normalize("NFKC", label)
     seen = "".join(one for one in composed if unicodedata.category(one) not in UNSEEN)
     text = " ".join(unicodedata.normalize("NFKC", seen.casefold()).split())
+    # "3", "3.0" and "03" are one class written by two programs.
     whole = re.fullmatch(r"(\d+)(\.0+)?", text)
+    # Python refuses to read numbers of thousands of digits, which no label is.
     return str(int(whole[1][:MAX_DIGITS])) if whole and len(whole[1]) <= MAX_DIGITS else text
 
 
@@ -176,11 +194,14 @@ def check_differ(labels: Iterable[str], meant: Collection[str], where: str) -> N
     meant: the labels that somebody has named, which may look alike.
     """
     held: dict[str, str] = {}
+    # Sorted, so that the message names the same pair in every cloud.
     for label in sorted(labels):
+        # A label that looks like another in either way is one of the two.
         looks = (plain(label), _loosely(label))
         other = next((held[look] for look in looks if look in held), label)
         for look in looks:
             held.setdefault(look, label)
+        # Both named in task.classes: somebody means two.
         if other != label and not {label, other} <= {*meant}:
             said = (
                 f"the labels {_by_code(other)} and {_by_code(label)} look alike, and would be two"
@@ -196,9 +217,11 @@ def _loosely(label: str) -> str:
     and what stands between two words are alike, and a whole number is its value, as a truth
     value is."""
     text = plain(unicodedata.normalize("NFKC", label).translate(_ALIKE))
+    # Programs write a truth value as a word or as a number.
     text = {"true": "1", "false": "0"}.get(text, text)
     if re.fullmatch(r"[+-]?\d{1,9}(\.0*)?(e[+-]?\d{1,2})?", text):
         return f"{float(text) + 0.0:.15g}"  # + 0.0: no -0
+    # "not relevant", "not_relevant" and "not-relevant" are one.
     return re.sub(r"(?<=[^\W_])[\s_-]+(?=[^\W_])", " ", text)
 
 
@@ -213,6 +236,7 @@ def _classes_of(cells: Sequence[str], where: str) -> tuple[str, ...]:
     if not 2 <= len(names) <= MAX_CLASSES:
         said = f"{len(names):,} different labels ({_some(names)}), not 2 to {MAX_CLASSES}"
         raise DataError(f"{where}: {said}{ASKED} For numeric targets set task.kind=value")
+    # Numbers 0..n-1 are indices of classes, of which some may not occur in the training set.
     most = MAX_CLASSES
     if all(name.isdecimal() and len(name) <= MAX_DIGITS for name in names) and all(
         str(int(name)) == name for name in names
@@ -256,6 +280,7 @@ class Benchmark:
         described = f"{table.where} has the columns {listed(there)}"
         if table.where.endswith((".tsv", ".tsv.gz")):
             described += " by its first line, which names them"
+        # Pairs first: a table with both sentences and a column "text" is one of pairs.
         usual = (*PAIRS, *((name,) for name in SINGLES))
         if not texts:
             fitting = (t for t in usual if set(t) <= set(there) and len(t) in self.num_texts)
@@ -268,6 +293,7 @@ class Benchmark:
         if label is None:
             said = "none has a usual label name. Set task.label_column=NAME"
             raise DataError(f"{described}; {said}")
+        # Checked for what was given and what was found alike.
         if missing := [name for name in (*texts, label) if name not in there]:
             raise DataError(f"{described}, but no {', '.join(missing)}; see {KEYS}")
         return {**dict(zip(("first", "second"), texts, strict=False)), "label": label}
@@ -315,23 +341,7 @@ CROSS_LINGUAL: Mapping[str, Benchmark] = {
         num_texts=(2,),
         synonyms={"contradictory": "contradiction"},
         hub="facebook/xnli",
-        languages=(
-            "en",
-            "ar",
-            "bg",
-            "de",
-            "el",
-            "es",
-            "fr",
-            "hi",
-            "ru",
-            "sw",
-            "th",
-            "tr",
-            "ur",
-            "vi",
-            "zh",
-        ),
+        languages=tuple("en ar bg de el es fr hi ru sw th tr ur vi zh".split()),
     ),
     "pawsx": Benchmark(
         classes=("different", "paraphrase"),

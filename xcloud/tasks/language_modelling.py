@@ -13,7 +13,7 @@ import json
 import math
 import shlex
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain, groupby, islice, takewhile
@@ -148,10 +148,6 @@ class Fitted(NamedTuple):
     useless: Mapping[str, int] = {}
     remarks: Sequence[str] = ()
 
-    @property
-    def num_used(self) -> int:
-        return self.num - self.num_left_out - sum(self.useless.values())
-
 
 def fitted(documents: Sequence[Document], max_length: int, split: bool) -> Fitted:
     """Return pieces of at most max_length tokens with something to guess. split: a longer document
@@ -160,9 +156,12 @@ def fitted(documents: Sequence[Document], max_length: int, split: bool) -> Fitte
     num_cut = num_left_out = 0
     for number, (ids, learned, _) in enumerate(documents):
         places = [
+            # A chat that is too long is one place alone, its beginning: without a question its
+            # second half is no chat.
             slice(start, start + max_length)
             for start in range(0, len(ids) if split else 1, max_length)
         ]
+        # The first token of a piece is never guessed, so a piece needs another one that is.
         kept = [place for place in places if any(learned[place][1:])]
         pieces += [
             Document(ids=ids[place], learned=learned[place], number=number) for place in kept
@@ -180,10 +179,13 @@ def pack(documents: Iterable[Document], max_length: int) -> list[list[Document]]
     samples: list[list[Document]] = []
     room: list[int] = []
     for document in documents:
+        # Only the last OPEN samples are tried, so that packing takes time in proportion to the
+        # documents.
         size = len(document.ids)
         first = max(0, len(samples) - OPEN)
         place = next((i for i in range(first, len(samples)) if room[i] >= size), len(samples))
         if place == len(samples):
+            # Samples and their room grow side by side; place is the same number in both.
             samples.append([])
             room.append(max_length)
         samples[place].append(document)
@@ -193,6 +195,8 @@ def pack(documents: Iterable[Document], max_length: int) -> list[list[Document]]
 
 def columns_of(samples: Sequence[Sequence[Document]]) -> dict[str, TokenTable]:
     """Return by field each sample as a row, and what fills up a batch."""
+    # Generators: the tokens of a split are put into flat tables once, and stand nowhere else as
+    # lists.
     texts = ([token for document in sample for token in document.ids] for sample in samples)
     types = ([n for n, document in enumerate(sample) for _ in document.ids] for sample in samples)
     labels = ([token for document in sample for token in document.labels()] for sample in samples)
@@ -216,6 +220,8 @@ class CausalTokenizer:
         self._generation: dict[str, Any] = {}  # the checkpoint's generation_config.json
         bos = pretrained.bos_token_id
         eos = pretrained.eos_token_id
+        # A model without a begin token (GPT-2, Qwen) begins a prompt of no tokens with its end
+        # token.
         self._first = [] if bos is None else [bos]
         first = eos if bos is None else bos
         self.token_ids = TokenIds(
@@ -233,6 +239,8 @@ class CausalTokenizer:
             return CausalTokenizer._of_checkpoint(choice)
         from transformers import PreTrainedTokenizerFast
 
+        # The mask token of trained tokenizers is for models that fill gaps; a causal one needs
+        # none.
         pad, bos, eos, _, unknown = SPECIAL_TOKENS
         backend = public_tokenizer(choice, cache_dir).backend
         made = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
@@ -244,9 +252,12 @@ class CausalTokenizer:
     @staticmethod
     def _of_checkpoint(choice: PretrainedTokenizer) -> CausalTokenizer:
         found = CausalTokenizer(pretrained=choice.load(), name=choice.name_or_path)
+        # Read here and not when saving, as the folder may be gone by then.
         found._generation = generation_config(resolve(choice.name_or_path))
         folder = Path(resolve(choice.name_or_path)).expanduser()
         own, other = folder / TEMPLATE_FILE, folder / "tokenizer_config.json"
+        # transformers reads the file, as it is newer than the key. Both may stand there after
+        # somebody edited one of them.
         if own.exists() and other.exists():
             written = read_json(other).get("chat_template")
             if written is not None and written != own.read_text("utf-8"):
@@ -292,6 +303,7 @@ class CausalTokenizer:
     def ends(self) -> frozenset[int]:
         """Tokens at which a text ends: the end token, those that the checkpoint names, and what
         ends an answer in its chat template, if chats are learned."""
+        # A number, a list of numbers, or nothing: what transformers takes.
         named = self._generation.get("eos_token_id")
         found = [self.token_ids.eos, *(named if isinstance(named, list) else [named])]
         if self.learns_chats:
@@ -300,6 +312,8 @@ class CausalTokenizer:
 
     def _end_of_turn(self) -> int | None:
         """Return the first special token that the template writes behind an answer, if any."""
+        # Any content would do that no template writes itself; a digit stands alone as a token
+        # almost everywhere.
         content = "7"
         question = {"role": "user", "content": content}
         answer = {"role": "assistant", "content": content}
@@ -308,6 +322,8 @@ class CausalTokenizer:
         except DataError:  # it wants other turns: then the end of a text has to do
             return None
         after = self._reader.encode_written([written.rpartition(content)[2]])[0]
+        # Some checkpoints mark the end of a turn as special without naming it among their special
+        # tokens (<|eot_id|>).
         added = self._pretrained.added_tokens_decoder
         special = {*self._pretrained.all_special_ids, *(n for n, t in added.items() if t.special)}
         return next((token for token in after if token in special), None)
@@ -321,6 +337,8 @@ class CausalTokenizer:
         where: the place that messages name.
         """
         chats = chats_of(rows)
+        # Set before the first chat is written: a model that learned chats takes a prompt as a
+        # question.
         self.learns_chats |= bool(chats)
         remarks = self.check_is_written(chats, where)
         documents = self.texts(rows.texts.get(TEXT, ()))
@@ -348,12 +366,15 @@ class CausalTokenizer:
         num = Counter[str]()
         first: dict[str, int] = {}
         written = {"role", "content"}
+        # A key is tried until the template has written it once, or MAX_TRIES messages have shown
+        # no trace of it: each try writes the chat twice.
         for number, chat in enumerate(chats, start=1):
             for key, lacking in _lacking_each(chat):
                 if key in written:
                     continue
                 num[key] += 1
                 first.setdefault(key, number)
+                # `where` ends in the split's name; a remark stands beside those of other splits.
                 if tried[key] < MAX_TRIES:
                     tried[key] += 1
                     if self._differ(chat, lacking, where):
@@ -420,11 +441,15 @@ class CausalTokenizer:
                 f"{where}: no message of the role 'assistant', so nothing to learn; its roles are "
                 f"{roles}"
             )
+        # The chat is written twice for each answer, up to the question and behind the answer: what
+        # the second adds to the first is what the model is to write.
         pieces: list[tuple[str, bool]] = []
         done = ""
         for count, number in enumerate(turns, start=1):
             asked = self.render(messages[:number], ask=True, where=where, given=given)
             answered = self.render(messages[: number + 1], ask=False, where=where, given=given)
+            # Templates that drop the thinking of earlier turns, for example, write another
+            # beginning than the one that was learned.
             if not (asked.startswith(done) and answered.startswith(asked)):
                 raise DataError(
                     f"{where}: the chat template of {self._name} rewrites earlier turns when "
@@ -433,6 +458,8 @@ class CausalTokenizer:
             learned = number >= num_given
             pieces += [(asked[len(done) :], False), (answered[len(asked) :], learned)]
             done = answered
+            # Cutting into tokens costs as much as the whole chat so far, so it is done a number of
+            # times that grows with the logarithm of the turns.
             if max_length is None or count & (count - 1):  # only after 1, 2, 4, 8, ...
                 continue
             if len(self._cut_into_tokens(pieces).ids) > max_length:
@@ -449,6 +476,8 @@ class CausalTokenizer:
     def continued(self, prompt: str, answer: str) -> Document:
         """Return a plain text of which the answer and the end token are to be guessed. The prompt
         is split into tokens as it is when a model continues it."""
+        # Special pieces in a plain text are text, here as in `texts`: only chat templates write
+        # special tokens.
         escaped = [self._reader.escape(text) for text in (prompt, answer)]
         asked, answered = self._reader.encode_written(escaped)
         given = [*self._first, *asked]
@@ -466,6 +495,8 @@ class CausalTokenizer:
         if not self.learns_chats or plain:
             if system is not None:
                 raise DataError("a system message needs a chat: this prompt is plain text")
+            # A model must be asked something; without a begin token the end of a text is what
+            # texts begin behind.
             return self.encode(text, begins=True) or [self.token_ids.eos]
         first = [] if system is None else [{"role": "system", "content": system}]
         return self.asked([*first, {"role": "user", "content": text}])
@@ -496,6 +527,8 @@ class CausalTokenizer:
         """Return the tokens of a plain text, behind the begin token only where the tokenizer
         itself writes it or the text has it."""
         begin = self._pretrained.bos_token
+        # Harnesses put the begin token's text in front themselves; as a text it would be cut into
+        # pieces.
         if begin and text.startswith(begin):
             return self.encode(text.removeprefix(begin), begins=True)
         return self.encode(text, begins=self._writes_begin)
@@ -526,6 +559,7 @@ class CausalTokenizer:
         ask: true to write up to where the assistant is to answer.
         given: the input of the template beside the messages: tools, documents.
         """
+        # What a user wrote is escaped, keys too, and what the template adds is not.
         plain = [self._reader.escape(dict(message)) for message in messages]
         how = {**self._pretrained.special_tokens_map, "add_generation_prompt": ask}
         how |= self._reader.escape(dict(given))
@@ -538,6 +572,7 @@ class CausalTokenizer:
             why = quoted(str(error))
             said = f"the chat template of {self._name} cannot write it: {why}"
             raise DataError(f"{where}: {said}") from error
+        # The day is part of what is learned, so a run tells whether any template asked for it.
         self.writes_date |= dated
         return text
 
@@ -545,6 +580,8 @@ class CausalTokenizer:
         """Return what the chat template writes up to the end of the last message, which is the
         beginning of an answer, as transformers' continue_final_message does."""
         last = messages[-1]
+        # A mark at the end of the last message is looked for in what is written: where it stands
+        # the answer goes on.
         marked = {**last, "content": f"{last['content']}{_MARK}"}
         written = self.render([*messages[:-1], marked], ask=False, where=where)
         place = written.rfind(_MARK.strip())
@@ -553,6 +590,8 @@ class CausalTokenizer:
                 f"{where}: the chat template of {self._name} does not write the end of the last "
                 "message, so nothing can continue it (gen_prefix)"
             )
+        # A template that strips contents takes the mark's last space, so the answer's own would
+        # have gone, too.
         keeps_spaces = written[place:].startswith(_MARK)
         return written[:place] if keeps_spaces else written[:place].rstrip()
 
@@ -588,6 +627,8 @@ class LanguageModelling(TextTask):
         """Return where the documents of a table stand. Raises DataError for another form."""
         if isinstance(table, TextFile) and table.kind == "text":
             return TEXT
+        # The first line tells: a table is of one form, which each row is checked for when it is
+        # read.
         there = table.columns()
         for name in (self.column,) if self.column else (MESSAGES, TEXT):
             if name in there:
@@ -596,6 +637,7 @@ class LanguageModelling(TextTask):
             said = f"no column {self.column!r} (task.column); it has {listed(there)}"
             raise DataError(f"{table.where}: {said}")
         said = f"{table.where}: its keys are {listed(there)}. {FORMS}"
+        # The commonest other form has a task of its own.
         if {"chosen", "rejected"} <= {*there}:
             said += " This is preference data: task=preferences learns from it"
             raise DataError(f"{said} (docs/preferences.md); for other forms {CONVERTER}")
@@ -609,6 +651,7 @@ class LanguageModelling(TextTask):
         """Return the documents of a table, one a row, as they stand; empty texts are left out."""
         column = self.column_of(table)
         rows = list(table.rows((column,), keys="task.column", optional=CHAT_KEYS))
+        # With task.column=conversations, say, only the cells tell that they are chats.
         if rows and (column == MESSAGES or isinstance(rows[0][0], list)):
             check_is_readable(table)
             chats = [
@@ -637,6 +680,7 @@ class LanguageModelling(TextTask):
             if isinstance(table, TextFile) and table.kind == "text":
                 kinds.add(False)
                 continue
+            # One row a table is looked at before the ranks start; a rank reads them all.
             for row in islice(table.rows((column,), "task.column", CHAT_KEYS), 1):
                 kinds.add(isinstance(row[0], list))
                 if isinstance(row[0], list) or column == MESSAGES:
@@ -648,12 +692,14 @@ class LanguageModelling(TextTask):
         """Raise DataError for chats that the template does not write, as ranks would. Files above
         MAX_CHECKED_BYTES and tokenizers of the hub are left to the ranks."""
         every = [table for parts in tables.tables.values() for table in parts[""]]
+        # A data set or a tokenizer of the hub would have to be fetched first.
         files = [table.path for table in every if isinstance(table, TextFile)]
         is_small = sum(path.stat().st_size for path in files) <= MAX_CHECKED_BYTES
         is_here = not isinstance(self.tokenizer, PretrainedTokenizer) or self.tokenizer.is_here
         if len(files) < len(every) or not (is_small and is_here):
             return
         rows_of_splits = self.read(frozenset(self.fields)).splits
+        # Plain texts need no template, so nothing is left to check.
         if not any(self.chats(rows) for rows in rows_of_splits.values()):
             return
         tokenizer = CausalTokenizer.of(self.tokenizer, self.cache_dir)
@@ -663,6 +709,8 @@ class LanguageModelling(TextTask):
                 chats = self.chats(rows)
                 where = f"{self.describe()}, {split}"
                 tokenizer.check_is_written(chats, where)
+                # check_is_written has looked at all chats for keys; writing all of them, as the
+                # ranks will, would take as long as their start.
                 for number, chat in enumerate(chats[:MAX_TRIES], start=1):
                     place = f"{where}, chat {number}"
                     tokenizer.chat(
@@ -681,6 +729,8 @@ class LanguageModelling(TextTask):
     def read(self, fields: frozenset[str]) -> Corpus:
         tables = self.data.find(self.form)
         self.check_tables(tables)
+        # Which rows there are must not depend on what a rank sees, so useless ones are found in
+        # columns that all ranks read.
         corpus = self.arrange(
             tables, rows_of=self.rows_of, used=self.used_keys, useless_of=self.useless_of
         )
@@ -727,18 +777,23 @@ def scores_of(predictions: Mapping[int, list[int]], documents: Sequence[Sequence
     """Return perplexity and the mean loss of these samples. documents: the numbers of the
     documents of each sample of the split."""
     order = sorted(predictions)
+    # Millionths of a nat and counts in turn, a pair for each piece (CausalStage.predict).
     found = [np.reshape(predictions[i], (-1, 2)) / (1e6, 1) for i in order]
     for of_sample in found:
         of_sample[of_sample[:, 0] < 0, 0] = math.nan  # NOT_FINITE
     of_piece = [number for i in order for number in documents[i]]
     by_document = np.zeros((max(of_piece) + 1, 2))
+    # Pieces of one document are added up first: they are no independent samples, so the error is
+    # over documents.
     np.add.at(by_document, of_piece, np.concatenate(found))
     nats, tokens = by_document.T
     loss = float(nats.sum() / tokens.sum())
+    # The error of a mean over tokens, where documents differ in length (ratio_error).
     error = ratio_error(nats, below=tokens)
     perplexity = math.inf if loss > LARGEST_LOSS else math.exp(loss)
     samples = {}
     for i, pieces in zip(order, found, strict=True):
+        # d exp(x) = exp(x) dx below.
         nats, tokens = pieces.sum(0)
         samples[i] = {"loss": float(nats / tokens), "tokens": int(tokens)}
     return Scores(
@@ -758,6 +813,7 @@ class LanguageData(View[LanguageModelling]):
         packed: list[str] = []
         remarks: list[str] = []
         cuts: dict[str, dict[DataSplit, Cut]] = {}
+        # A rank that sees neither text nor labels has read no rows, and needs no tokenizer.
         if any(rows.texts for rows in corpus.splits.values()):
             self._tokenizer = CausalTokenizer.of(task.tokenizer, task.cache_dir)
             self._tokenizer.date = task.date
@@ -770,9 +826,12 @@ class LanguageData(View[LanguageModelling]):
                 for field, table in columns_of(samples).items():
                     columns[field][split] = table
                 num_tokens = columns["text"][split].num_tokens
+                # Counted over fields that this rank may not see, too: which documents fit follows
+                # from texts, and only numbers are kept.
                 full = num_tokens / (len(samples) * task.max_length)
+                used = found.num - found.num_left_out - sum(found.useless.values())
                 packed.append(
-                    f"{split} {found.num_used:,} {name} packed into "
+                    f"{split} {used:,} {name} packed into "
                     f"{len(samples):,} samples of {task.max_length} ({num_tokens:,} tokens, "
                     f"{100 * full:.0f} % full)"
                 )
@@ -784,8 +843,11 @@ class LanguageData(View[LanguageModelling]):
                     by_split[split] = Cut(num, of=found.num, setting="they teach nothing")
                 remarks += found.remarks
                 texts = [*rows.texts.get(TEXT, ())]
+                # Contents as they stand in the messages; what a template makes of them is not
+                # looked at.
                 texts += [str(m["content"]) for chat in task.chats(rows) for m in chat.messages]
                 remarks += [f"{split}: {said}" for said in self._tokenizer.lost(texts)]
+            # Rows that were left out before any was drawn (TextTask.arrange).
             for why, of_splits in corpus.useless.items():
                 cuts[f"{task.unit(corpus.splits['train'])} left out: {why}"] = {**of_splits}
             if self._tokenizer.learns_chats and self._tokenizer.other_template:
@@ -819,6 +881,7 @@ class LanguageData(View[LanguageModelling]):
 
     def weight(self, ids: Tensor) -> float:
         check_visible("label", there=self._fields)
+        # A label that is not guessed is NO_LABEL, which also fills up the table.
         labels = self._columns["label"]["train"]
         assert isinstance(labels, TokenTable)
         return float(labels.num_unlike_pad[ids].sum())
@@ -847,6 +910,7 @@ class LanguageData(View[LanguageModelling]):
             if QUESTION in document:
                 answer = self._answer(document[QUESTION], follow)
                 if answer is None:
+                    # No model follows here: neither do the other chats get an answer.
                     break
                 shown = {QUESTION: document[QUESTION], ANSWER: answer, **document}
             for name, tokens in shown.items():
@@ -857,13 +921,18 @@ class LanguageData(View[LanguageModelling]):
 
     def _answer(self, question: list[int], follow: Follow) -> list[int] | None:
         """Return the tokens of the model's answer, or None where it can write none."""
-        written = list(islice(_up_to(self.tokenizer_here.ends, follow(question)), MAX_ANSWER))
-        if not written:
-            return None
-        return [token for token in written if token not in self.tokenizer_here.ends]
+        # What ends a text is written last, and not shown.
+        ends = self.tokenizer_here.ends
+        written = []
+        for token in islice(follow(question), MAX_ANSWER):
+            written.append(token)
+            if token in ends:
+                break
+        return [token for token in written if token not in ends] if written else None
 
     def _documents_of(self, split: DataSplit, ident: int) -> Iterator[dict[str, list[int]]]:
         """Yield the documents of a sample: tokens by the names that they are shown under."""
+        # Labels alone show which answers there are, not where a document ends.
         labels = self._columns["label"][split][ident]
         if "text" not in self._fields:  # then not even where a document ends
             if self.tokenizer_here.learns_chats:
@@ -880,6 +949,8 @@ class LanguageData(View[LanguageModelling]):
                 yield {TEXT: tokens}
                 continue
             first = next(n for n, token in enumerate(learned) if token != NO_LABEL)
+            # A question ends with the place where the first label stands: a label is the token
+            # that follows.
             answer = list(takewhile(lambda token: token != NO_LABEL, learned[first:]))
             yield {QUESTION: tokens[: first + 1], EXPECTED: answer}
 
@@ -889,18 +960,11 @@ class LanguageData(View[LanguageModelling]):
             self._tokenizer.save(folder / FOLDER_NAME)
 
 
-def _up_to(ends: Collection[int], tokens: Iterator[int]) -> Iterator[int]:
-    """Yield tokens up to the first one that ends a text, which is the last."""
-    for token in tokens:
-        yield token
-        if token in ends:
-            return
-
-
 def _lacking_each(chat: Chat) -> Iterator[tuple[str, Chat]]:
     """Yield each key of a chat's messages, and of what is given beside them, with the chat that
     lacks it in that place."""
     messages, given = chat
+    # role and content are what a message is.
     for number, message in enumerate(messages):
         for key in message.keys() - {"role", "content"}:
             lacking = {name: one for name, one in message.items() if name != key}
@@ -941,6 +1005,7 @@ def chat_of(cells: Mapping[str, Any], where: str) -> Chat:
     messages: Messages = messages_of(cells[MESSAGES], where)
     system = cells.get(SYSTEM)
     if isinstance(system, str) and system.strip():
+        # An empty system says nothing, as none does.
         messages = with_system(system, messages, where)
     elif system:
         raise DataError(f"{where}: system is {quoted(system)}, which is no text")
@@ -950,6 +1015,7 @@ def chat_of(cells: Mapping[str, Any], where: str) -> Chat:
 def given_of(cells: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return what a template gets beside the messages of a row: lists of objects, which may be
     written as JSON texts."""
+    # Tables store lists of objects with different keys as texts.
     given = {}
     for name in TEMPLATE_KEYS:
         value = cells.get(name)
@@ -970,6 +1036,7 @@ def with_system(system: str, messages: Messages, where: str) -> Messages:
     """Return messages behind one of the role system. Raises DataError if they have another."""
     first = {"role": SYSTEM, "content": system}
     if messages and messages[0]["role"] == SYSTEM:
+        # Data sets that have the key often repeat it as the first message.
         if messages[0]["content"].strip() == system.strip():
             return messages
         raise DataError(f"{where}: its key system and its first message, of that role, differ")
@@ -988,7 +1055,9 @@ def messages_of(cell: Any, where: str, forms: str = FORMS) -> list[dict[str, Any
     for number, one in enumerate(cell, start=1):
         if not isinstance(one, dict):
             raise DataError(f"{where}: message {number} is {quoted(one)}. {forms}")
+        # Tables have every key in every message, empty where the message has none.
         message = {key: value for key, value in one.items() if value is not None}
+        # A message that calls a tool says nothing beside it.
         if message.get("tool_calls") or message.get("function_call"):
             message.setdefault("content", "")
         for key in ("role", "content"):
@@ -996,6 +1065,7 @@ def messages_of(cell: Any, where: str, forms: str = FORMS) -> list[dict[str, Any
                 said = f"{key} of message {number} is {quoted(one.get(key))}, which is no text"
                 raise DataError(f"{where}: {said}. {forms} Others are converted: {CONVERTER}")
         for key in NOT_LEARNED:
+            # Left in, a wrong answer that was marked so would be learned.
             if not message.get(key, True):
                 said = f"message {number} has {key}={message[key]}: every answer of a chat is "
                 said += "learned; make one chat of each that is to be"
@@ -1019,6 +1089,7 @@ def read_chats(path: Path) -> list[Chat]:
     ]
     if not chats:
         raise DataError(f"{path}: there is no chat in it")
+    # Known only after all rows were read: keys are counted as they are seen.
     check_is_readable(file)
     for remark in unread_keys([file], used=lambda _: (MESSAGES, *CHAT_KEYS)):
         say(remark, error=True)
@@ -1040,5 +1111,6 @@ class DemoStories(Demo):
     num_test: Size = 400
 
     def find(self, form: Form) -> SplitTables:
+        # dev and test come first (order), so they are the same for every num_train.
         told = stories(self.total)
         return self.generated((TEXT,), rows=[(one.text,) for one in told], samples=told)

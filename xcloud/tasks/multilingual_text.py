@@ -63,6 +63,7 @@ class MultilingualText:
     max_texts: Positive | None = None
 
     def __post_init__(self) -> None:
+        # Each cloud would train another tokenizer on its own languages.
         if self.tokenizer.is_trained and self.source.public_texts() is None:
             raise ConfigError(
                 "text.tokenizer cannot be trained within this run: each cloud reads only its own "
@@ -106,6 +107,8 @@ class MultilingualText:
 
         report: may be shown in another cloud, so it must not name folders.
         """
+        # Whatever changes the samples is part of the key, so that a table of other texts or
+        # settings is never taken.
         limits = f"{tokenizer.digest} {self.max_length} {self.max_texts}"
         key = key_of(
             {
@@ -121,6 +124,8 @@ class MultilingualText:
 
         def make(offsets_part: Path) -> None:
             report(f"texts of {part!r}: tokenising")
+            # Tokens go straight to their file; the offsets, 8 bytes a sample, are written behind
+            # them.
             found = Counter(num_texts=0, num_cut=0, num_left_out=0)
             write_table(self._samples(part, tokenizer, found), tokens, offsets=offsets_part)
             counts.write_text(json.dumps(found))
@@ -129,6 +134,8 @@ class MultilingualText:
         if tokens.stat().st_size == 0:
             raise DataError(f"{self.describe()}: there is no text of {part!r}, or all is empty")
         table = TokenTable.mapped(tokens, offsets)
+        # Of the files, not of the texts: what a run resumes with must be what it began with,
+        # wherever the table came from.
         table.digest = key_of({"files": [kept_digest(f, cache_dir) for f in (tokens, offsets)]})
         found = parsed_json(counts.read_text())
         table.num_texts = found["num_texts"]
@@ -142,10 +149,14 @@ class MultilingualText:
         """Yield the samples of a part. found: is told how many texts there are, how many pairs are
         cut, and how many texts are left out because they are empty, or one of a pair is."""
         rows = islice(self.source.read(part), self.max_texts)
+        # bos and eos are added when a batch is made.
         room = self.max_length - 2
+        # Read in chunks: the tokenizer is quick for many texts at once, and a corpus need not fit
+        # into memory.
         eos = tokenizer.token_ids.eos
         while chunk := list(islice(rows, CHUNK)):
             if len(languages_of(part)) == 1:
+                # A line is a text of its own, as in a file of lines.
                 lines = [line for (text,) in chunk for line in text.split("\n")]
                 found["num_texts"] += len(lines)
                 for ids in tokenizer.encode(lines):
@@ -155,10 +166,13 @@ class MultilingualText:
             found["num_texts"] += len(chunk)
             first, second = (tokenizer.encode(side) for side in zip(*chunk, strict=True))
             for a, b in zip(first, second, strict=True):
+                # A pair with an empty side teaches nothing of translating.
                 if not (a and b):
                     found["num_left_out"] += 1
                     continue
+                # With eos between the two texts.
                 found["num_cut"] += len(a) + 1 + len(b) > room
+                # The first text gets half of the room, and what the second leaves of it.
                 cut = a[: max((room - 1) // 2, room - 1 - len(b))]
                 yield [*cut, eos, *b[: room - 1 - len(cut)]]
 
@@ -180,9 +194,8 @@ class TextStream:
     def __post_init__(self) -> None:
         sizes_L = torch.tensor([len(table) for table in self.tables.values()], dtype=torch.float64)
         self._shares_L = sizes_L**self.power / (sizes_L**self.power).sum()
-        # samples of each part before batch _next
         self._next = 1
-        self._used = Counter[str]()
+        self._used = Counter[str]()  # samples of each part before batch _next
         self._orders: dict[str, tuple[int, Tensor]] = {}
 
     def describe(self) -> str:
@@ -209,11 +222,15 @@ class TextStream:
 
     def batch(self, number: int) -> tuple[Tensor, Tensor]:
         """int64 [R], each sample as bos, tokens, eos; and int64 [B], their lengths."""
+        # A batch before the last one: counts begin anew, as only draws tell them.
         if number < self._next:
             self._next = 1
             self._used = Counter()
         while self._next < number:
+            # Nothing is read for the batches between, only drawn.
             self._take()
+        # All ranks of a cloud draw the same batch of N samples, and each takes its own share of
+        # it.
         first = self.group_rank * self.batch_size
         mine = self._take()[first : first + self.batch_size]
         lines = [[self.special.bos, *self._row(*turn), self.special.eos] for turn in mine]
@@ -226,6 +243,7 @@ class TextStream:
         draw = torch.Generator().manual_seed(_seed(self.seed, name="parts", number=self._next))
         num = self.batch_size * self.group_size
         names = list(self.tables)
+        # Drawn for the whole cloud by the seed and the batch's number alone.
         turns = []
         parts_N = torch.multinomial(self._shares_L, num, replacement=True, generator=draw)
         for name in (names[part] for part in parts_N.tolist()):
@@ -236,6 +254,8 @@ class TextStream:
 
     def _row(self, name: str, turn: int) -> list[int]:
         """The sample at this position of a part's endless order."""
+        # Each epoch of a part has an order of its own, kept until the next one begins: an order
+        # takes 8 bytes a sample.
         epoch, place = divmod(turn, len(self.tables[name]))
         if self._orders.get(name, (-1,))[0] != epoch:
             draw = torch.Generator().manual_seed(_seed(self.seed, name, number=epoch))
@@ -245,6 +265,7 @@ class TextStream:
 
 def _seed(seed: int, name: str, number: int) -> int:
     digest = hashlib.sha256(repr((seed, name, number)).encode()).digest()
+    # torch takes seeds of 63 bits.
     return int.from_bytes(digest[:8], "big") >> 1
 
 
@@ -284,11 +305,14 @@ def train_tokenizer(words: Sequence[str] | None = None) -> None:
     for name in asked.languages:
         texts = (row[0] for row in source.read(name))
         sizes[name], drawn[name] = draw_texts(texts, most=asked.max_texts, draw=draw)
+        # A tokenizer cannot be trained on nothing, and one language alone would be missing in it
+        # without a word.
         if not any(drawn[name]):
             raise DataError(f"{asked.folder}: there is no text of {name!r}, or all is empty")
     numbers = mixed(sizes, most=asked.max_texts, power=asked.power)
     chosen = [t for name, side in drawn.items() for t in draw.sample(side, numbers[name])]
     with tempfile.TemporaryDirectory() as scratch:
+        # The cache of trained tokenizers is not wanted beside a file that is named.
         tokenizer = choice.prepare(chosen, Path(scratch))
     tokenizer.save(asked.out)
     say(
@@ -304,6 +328,8 @@ def draw_texts(texts: Iterable[str], most: int, draw: random.Random) -> tuple[in
     kept: list[str] = []
     for seen, text in enumerate(texts, start=1):
         if len(kept) < most:
+            # The i-th text is kept with probability most / i, in place of one that was kept
+            # before.
             kept.append(text)
         elif (place := draw.randrange(seen)) < most:
             kept[place] = text

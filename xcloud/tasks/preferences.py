@@ -98,10 +98,13 @@ class Preferences(LanguageModelling):
     def rows_of(self, table: RowTable) -> Rows:
         """Return the pairs of a table, one a row. Raises DataError for rows of another form."""
         pairs = [
+            # Row by row, so that an error names its row.
             _pair(cells, where=f"{table.where}, row {number}")
             for number, cells in enumerate(_cells(table), start=1)
         ]
         check_is_readable(table)
+        # Whether texts repeat their prompt shows in all rows together, so it is asked behind the
+        # last one.
         pairs = _without_prompts(pairs)
         columns = zip(*pairs, strict=True) if pairs else [()] * len(COLUMNS)
         texts = {name: list(column) for name, column in zip(COLUMNS, columns, strict=True)}
@@ -109,6 +112,7 @@ class Preferences(LanguageModelling):
 
     def useless_of(self, rows: Rows) -> dict[int, str]:
         pairs = _pairs(rows)
+        # Digests of all pairs, of which one that stands there the other way round is looked for.
         said = {_words(pair, swapped=False) for pair in pairs}
         reasons = ((number, _useless(pair, said)) for number, pair in enumerate(pairs))
         return {number: reason for number, reason in reasons if reason is not None}
@@ -116,6 +120,7 @@ class Preferences(LanguageModelling):
     def check_tables(self, tables: SplitTables) -> None:
         for parts in tables.tables.values():
             for table in parts[""]:
+                # The first row only; ranks read the rest.
                 for cells in islice(_cells(table), 1):
                     _pair(cells, where=f"{table.where}, row 1")
 
@@ -123,6 +128,7 @@ class Preferences(LanguageModelling):
         return "pairs"
 
     def chats(self, rows: Rows) -> list[Chat]:
+        # A pair of plain texts has no chat.
         every = (_chats(pair) for pair in _pairs(rows) if isinstance(pair.prompt, list))
         return [chat for both in every for chat in both]
 
@@ -142,12 +148,16 @@ class Preferences(LanguageModelling):
                 _document(tokenizer, pair, answer, where=place, max_length=self.max_length)
                 for answer in (pair.chosen, pair.rejected)
             ]
+            # Both answers stand in one sample, each behind its own copy of the prompt.
             fits = sum(len(document.ids) for document in both) <= self.max_length
             if not (fits and all(any(document.learned[1:]) for document in both)):
                 num_long += 1
+            # Texts that differ may be the same tokens: spaces that the tokenizer drops, or what a
+            # template strips.
             elif both[0].ids == both[1].ids:
                 useless[SAME_TOKENS] += 1
             else:
+                # A sample is a pair, never packed with another: a reward is of one pair.
                 samples.append([document._replace(number=number) for document in both])
         if not samples:
             reasons = [f"{num:,} teach nothing, as {reason}" for reason, num in useless.items()]
@@ -198,6 +208,7 @@ def _pair(cells: Mapping[str, Any], where: str) -> Pair:
     rejected = cells[REJECTED]
     system = cells.get(SYSTEM)
     given = given_of(cells, where)
+    # Three texts: the prompt stands apart, and nothing has to be looked for.
     if all(isinstance(cell, str) for cell in (prompt, chosen, rejected)):
         if system or given:
             name = SYSTEM if system else next(iter(given))
@@ -212,22 +223,26 @@ def _pair(cells: Mapping[str, Any], where: str) -> Pair:
     asked: Messages
     if prompt and is_chat(prompt):
         asked = messages_of(prompt, where, forms=FORMS)
+        # Some data sets write the whole chat in both answers and the prompt beside it.
         repeats = [answer[: len(asked)] == asked for answer in answers]
         if any(repeats) and not all(repeats):
             raise DataError(f"{where}: one answer repeats the prompt, and the other does not")
         if all(repeats):
             answers = [answer[len(asked) :] for answer in answers]
     else:
+        # Two chats begin alike up to where their answers differ.
         both = zip(*answers, strict=False)
         asked = [two[0] for two in takewhile(lambda two: two[0] == two[1], both)]
         answers = [answer[len(asked) :] for answer in answers]
         if not asked:
             raise DataError(f"{where}: it is of another form. {FORMS}")
+        # Then the prompt is usually the text of the last question.
         if prompt and prompt not in [message["content"] for message in asked]:
             said = (
                 f"its prompt {quoted(prompt)} is none of the messages that both chats begin with"
             )
             raise DataError(f"{where}: {said}")
+    # Behind the prompt, so that it goes before what both have in common.
     if isinstance(system, str) and system.strip():
         asked = with_system(system, messages=asked, where=where)
     elif system:
@@ -239,6 +254,7 @@ def _without_prompts(pairs: list[Pair]) -> list[Pair]:
     """Return pairs of plain texts whose answers do not repeat the prompt, where all of a file
     do."""
     texts = [pair for pair in pairs if isinstance(pair.prompt, str)]
+    # In all pairs, as a single answer may well begin like its prompt.
     if not texts or not all(
         pair.prompt.strip() and answer.startswith(pair.prompt)
         for pair in texts
@@ -260,6 +276,7 @@ def _words(pair: Pair, swapped: bool) -> str:
     swapped: true if the rejected answer comes first.
     """
     answers = [_stripped(pair.chosen), _stripped(pair.rejected)]
+    # The digest of the pair the other way round is that of this one with its answers exchanged.
     if swapped:
         answers.reverse()
     return digest_of([pair.prompt, dict(pair.given), *answers])
@@ -279,6 +296,8 @@ def _useless(pair: Pair, said: Collection[str]) -> str | None:
     answers = [_stripped(pair.chosen), _stripped(pair.rejected)]
     if answers[0] == answers[1]:
         return EQUAL
+    # In a chat the answer may consist of several messages, such as the call of a tool and what
+    # came of it.
     for answer in answers:
         if not isinstance(answer, str) and all(one["role"] != "assistant" for one in answer):
             return UNANSWERED
@@ -334,7 +353,10 @@ class PreferenceData(LanguageData):
         self.check_predictions(split, predictions)
         order = sorted(predictions)
         nats = nats_of([predictions[i] for i in order])
+        # What the model of the start gave the same answers; it is taken once, and both are of the
+        # same tokens.
         start_nats = nats_of([self.reference[split][i] for i in order])
+        # log p = -nats, so what a sequence gained is the nats of the start less those of now.
         rewards = self.beta * (start_nats - nats)
         margins = rewards[:, 0] - rewards[:, 1]
         columns = {
@@ -342,6 +364,7 @@ class PreferenceData(LanguageData):
             "reward_accuracy": 50 * (1 + np.sign(margins)),
             "reward_margin": margins,
             "chosen_reward": rewards[:, 0],
+            # -log sigmoid(x) = log(1 + exp(-x)), without overflow for large x.
             "loss": np.logaddexp(0, -margins),
         }
         spread = {name: ratio_error(column, below=1) for name, column in columns.items()}
@@ -373,8 +396,10 @@ class PreferenceData(LanguageData):
         columns = [self._columns[name][split] for name in self._task.fields]
         texts, types, labels = (list(map(int, column[ident])) for column in columns)
         given = [token == NO_LABEL for token in labels]
+        # The first label stands at the last token of the prompt.
         shown = {PROMPT: texts[: given.index(False) + 1]}
         for number, name in enumerate((CHOSEN, REJECTED)):
+            # Types tell the two answers of a sample apart.
             rows = zip(labels, types, strict=True)
             shown[name] = [t for t, type_ in rows if type_ == number and t != NO_LABEL]
         yield shown
@@ -415,9 +440,12 @@ def review_pairs() -> list[tuple[str, str, str]]:
     second of the two comes."""
     waiting: dict[tuple[str, bool], list[str]] = {}
     pairs = []
+    # All reviews of the demo, however many pairs are asked for: which pairs there are must not
+    # depend on num_train.
     for text, is_good in reviews(NUM_ROWS["reviews"]):
         beginning = " ".join(text.split()[:BEGINNING])
         rest = text[len(beginning) :]
+        # A review waits under its first words until one of the other kind comes that begins alike.
         others = waiting.get((beginning, not is_good))
         if not others:
             waiting.setdefault((beginning, is_good), []).append(rest)

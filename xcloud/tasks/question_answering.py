@@ -54,6 +54,7 @@ def rows_of(table: RowTable) -> Rows:
         for what, value in (("context", context), ("question", question)):
             if not isinstance(value, str):
                 raise DataError(f"{where}: {what} is {quoted(value)}, which is no text. {FORMS}")
+        # () marks a question that has no answer, whatever stands under answers.
         answers = _answers(given, where=where) if given != () else []
         if not answers:
             said = "has no answer; SQuAD 2.0's unanswerable questions are not supported"
@@ -78,6 +79,7 @@ def _asked(table: RowTable) -> Iterator[tuple[str, Any, Any, Any]]:
     before = None
     for context, *rest, impossible in table.rows(columns, KEYS, optional=(IMPOSSIBLE,)):
         if "qas" in columns:
+            # One row is a paragraph with all its questions, as in SQuAD's own files.
             number += 1
             where = f"{table.where}, paragraph {number}"
             (asked,) = rest
@@ -89,6 +91,7 @@ def _asked(table: RowTable) -> Iterator[tuple[str, Any, Any, Any]]:
                 answers = () if one.get(IMPOSSIBLE) else one["answers"]
                 yield where, context, one["question"], answers
         else:
+            # Columns of the hub: rows of one paragraph stand behind each other.
             number += context != before
             before = context
             question, answers = rest
@@ -97,6 +100,7 @@ def _asked(table: RowTable) -> Iterator[tuple[str, Any, Any, Any]]:
                 where,
                 context,
                 question,
+                # As a .tsv and a .jsonl have it.
                 () if impossible in (True, "True", "true", "1") else answers,
             )
 
@@ -108,6 +112,7 @@ def _answers(given: Any, where: str) -> list[Any]:
     if isinstance(given, dict):
         texts = given.get("text")
         starts = given.get("answer_start", given.get("start"))
+        # Lists side by side, as on the hub; `datasets` stores lists of objects so.
         if isinstance(texts, list) and isinstance(starts, list) and len(texts) == len(starts):
             pairs = zip(texts, starts, strict=True)
             found = [{"text": text, "start": start} for text, start in pairs]
@@ -131,8 +136,11 @@ def _place(context: str, answer: Any, where: str) -> tuple[str, int]:
     if not isinstance(text, str) or not (start is None or type(start) is int):
         raise DataError(f"{where}: the answer {quoted(answer)} is of another form. {FORMS}")
     if start is None:
+        # Without a place the answer is looked for as a whole word first: "art" does not stand in
+        # "party".
         whole = re.search(rf"(?<!\w){re.escape(text)}(?!\w)", context)
         start = whole.start() if whole else context.find(text)
+    # The place must hold the answer's text: offsets in bytes, say, would teach other words.
     if text == "" or start < 0 or context[start : start + len(text)] != text:
         raise DataError(
             f"{where}: the answer {quoted(answer)} is not at that place in its context"
@@ -166,6 +174,7 @@ class Windows:
 
         max_length: tokens per window, special ids and question included; questions are
         truncated to max_question. stride: tokens between the starts of consecutive windows."""
+        # A paragraph is encoded once for all its questions.
         contexts = list(dict.fromkeys(asked.texts["context"]))
         encoded = dict(zip(contexts, tokenizer.encode_with_offsets(contexts), strict=True))
         questions = tokenizer.encode(asked.texts["question"])
@@ -177,8 +186,10 @@ class Windows:
                 raise DataError(f"a paragraph has no words: {quoted(context)}")
             head = questions[number][:max_question]
             fits = room - len(head)
+            # Windows overlap, so that an answer at the end of one stands inside the next.
             for start in window_starts(len(ids), fits, stride):
                 made.append((head, ids[start : start + fits], number, start))
+        # A rank that sees no text makes none.
         heads, parts, question_of, starts = zip(*made, strict=True) if made else ([],) * 4
         special = tokenizer.token_ids
         separators = tokenizer.num_separators
@@ -200,9 +211,13 @@ class Windows:
         not fully inside), and of the paragraph's first token."""
         begin, end, tokens = self._place(window)
         text, first_char = self.asked.texts["answers"][self.question_of[window]][0]
+        # Spans are half-open: the first token that ends behind the answer's beginning, and the
+        # last that begins before its end.
         first = bisect_right(tokens, first_char, key=itemgetter(1))  # ends after it
         last = bisect_left(tokens, first_char + len(text), key=itemgetter(0)) - 1
+        # From tokens of the paragraph to positions in this window.
         shift = begin - self.starts[window]
+        # An answer that a window holds in part is no label there: it stands whole in the next one.
         inside = begin <= first + shift <= last + shift < end
         if inside:
             return (first + shift, last + shift, begin)
@@ -211,6 +226,7 @@ class Windows:
     def answer(self, window: int, first: int, last: int) -> str:
         """Return the text from position to position; empty if it begins outside the paragraph."""
         begin, end, tokens = self._place(window)
+        # A span that reaches beyond the paragraph ends with it.
         last = min(last, end - 1)
         if not begin <= first <= last:
             return ""
@@ -228,6 +244,7 @@ class Windows:
 
 def window_starts(length: int, fits: int, stride: int) -> list[int]:
     """Return start tokens of windows of `fits` tokens that cover a text of `length` tokens."""
+    # A stride larger than a window would leave tokens out.
     step = min(stride, fits)
     return list(range(0, max(0, length - fits) + step, step))
 
@@ -261,6 +278,7 @@ class QuestionAnswering(TextTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # Two separators, as RoBERTa has them: the longest case.
         least = self.max_question + PairTable.num_special(True, num_separators=2) + MIN_CONTEXT
         if self.max_length < least:
             asked = f"a question of task.max_question={self.max_question} tokens and some of the "
@@ -299,6 +317,7 @@ class QuestionAnsweringData(View[QuestionAnswering]):
     def __init__(self, task: QuestionAnswering, corpus: Corpus, fields: frozenset[str]) -> None:
         windows: dict[DataSplit, Windows] = {}
         tokenizers = {}
+        # A rank that sees no field has read only counts.
         if corpus.splits["train"].texts:
             tokenizers["text"] = tokenizer = public_tokenizer(
                 task.tokenizer, cache_dir=task.cache_dir
@@ -314,6 +333,7 @@ class QuestionAnsweringData(View[QuestionAnswering]):
             cuts["questions cut"][split] = Cut(
                 num=made.num_long, of=num, setting="task.max_question"
             )
+            # Position 0 is bos, where no answer begins.
             seen = {q for q, (first, *_) in zip(made.question_of, labels, strict=True) if first}
             if num and not seen:
                 said = f"no window of {split} holds a full answer to any of its {num:,} questions"
@@ -321,6 +341,7 @@ class QuestionAnsweringData(View[QuestionAnswering]):
             outside = Cut(num=num - len(seen), of=num, setting="task.max_length, task.stride")
             cuts["answers in no window"][split] = outside
             found = (made.table.tokens, made.table.types(), torch.tensor(labels))
+            # In the order of the task's fields: text, types, label.
             for column, cells in zip(columns.values(), found, strict=True):
                 column[split] = cells
         self._windows = windows if fields else {}
@@ -333,6 +354,7 @@ class QuestionAnsweringData(View[QuestionAnswering]):
         self.tokenizer(field)
         windows = self._windows["train"]
         texts = [windows.table.texts(i) for i in range(self._rows["train"])]
+        # The last window of a question stays, as its question is the same in all.
         questions = dict(zip(windows.question_of, texts, strict=True))
         return [text[0] for text in questions.values()] + [text[1] for text in texts]
 
@@ -343,6 +365,7 @@ class QuestionAnsweringData(View[QuestionAnswering]):
         # question -> window
         windows = self._windows[split]
         best = dict[int, int]()
+        # Sorted, and replaced only by a better one, so that of equal ones the first window counts.
         for window in sorted(predictions):
             held = best.setdefault(windows.question_of[window], window)
             if predictions[window][2] > predictions[held][2]:
@@ -358,6 +381,7 @@ class QuestionAnsweringData(View[QuestionAnswering]):
         found = {k: np.array([one[k] for one in samples.values()]) for k in ("f1", "exact_match")}
         values = {name: float(each.mean()) for name, each in found.items()}
         f1_N = found["f1"]
+        # counts are never all zero: as many questions are drawn as there are.
         error = bootstrap_error(
             len(f1_N), measure=lambda counts: float(np.average(f1_N, weights=counts))
         )
@@ -394,6 +418,7 @@ class DemoQuestions(Demo):
         return {s: math.ceil(n / STORY_QUESTIONS) for s, n in super().counts.items()}
 
     def find(self, form: Form) -> SplitTables:
+        # A story has as many questions for each split, so whole stories are counted.
         told = stories(self.total)
         rows = []
         for one in told:

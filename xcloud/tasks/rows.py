@@ -64,6 +64,8 @@ def digest_of(cells: Iterable[Any]) -> str:
     digest = hashlib.sha256()
     for cell in cells:
         text = json.dumps(cell, sort_keys=True) if not isinstance(cell, str) else cell
+        # The length comes first, so that ["ab", "c"] and ["a", "bc"] differ. A text may hold half
+        # of a surrogate pair, which strict UTF-8 refuses.
         data = text.encode("utf-8", "surrogatepass")
         digest.update(len(data).to_bytes(8, "big"))
         digest.update(data)
@@ -155,6 +157,7 @@ def unread_keys(
         known = used(table)
         unused = {key: num for key, num in table.seen.items() if key not in known}
         if unused:
+            # Files with the same unused keys share a remark: a folder may have hundreds of them.
             files.setdefault(tuple(unused), {})[name_of(table) or table.where] = None
         num_rows.update(unused)
     remarks = []
@@ -177,6 +180,8 @@ def name_of(table: RowTable) -> str:
 def check_columns(table: RowTable, wanted: Sequence[str], keys: str) -> None:
     """Raise DataError if a table lacks one of these columns, or has two. keys: what to change."""
     there = table.columns()
+    # A name that stands twice is as bad as none: which of the two columns is meant nobody can
+    # tell.
     if odd := sorted(column for column in {*wanted} if there.count(column) != 1):
         said = "two columns" if odd[0] in there else "no column"
         said += f" {', '.join(odd)}; it has {listed(there)}"
@@ -334,7 +339,10 @@ class Source(ABC):
             own = own_names.get(split, {})
             asked: Names = getattr(self, setting.removeprefix("task.data."))
             if asked is None:
+                # The corpus's own sets are taken only if all of them are there: half of them would
+                # be another corpus than the one that scores are compared with.
                 asked = list(own) if own.keys() <= {one.names[0] for one in there} else ()
+            # A pattern takes every set that fits, and asking twice for the same one does no harm.
             for pattern in [asked] if isinstance(asked, str) else asked:
                 matching = [one for one in there if any(fnmatch(n, pattern) for n in one.names)]
                 if not matching:
@@ -342,15 +350,20 @@ class Source(ABC):
                     raise DataError(f"{where}: {said}")
                 held = chosen.setdefault(split, [])
                 held += [one for one in matching if one not in held]
+        # Checked before the usual names, which must not take what somebody has asked for.
         taken = [one for sets in chosen.values() for one in sets]
         if twice := [name_of(one) for one in taken if taken.count(one) > 1]:
             said = f"{twice[0]} is used for two splits; check {key.format('*')}"
             raise DataError(f"{where}: {said}")
         for split in (split for split in SPLITS if split not in chosen):
+            # What is chosen for another split is not usual for this one: test_file=dev leaves no
+            # dev set.
             usual = [t for t in there if t not in taken and self.is_usual(t.names[0], split, form)]
             if len(usual) > 1:
                 said = f"several for {split}: {listed(map(name_of, usual))}"
                 raise DataError(f"{where}: {said}; choose with {key.format(split)}=NAME")
+            # A dev.csv beside a train.tsv was meant to be used. Holding dev out of train instead
+            # would score another set in silence.
             if usual:
                 chosen[split] = usual
             elif split != "train" and (
@@ -379,6 +392,8 @@ def in_train(splits: Mapping[DataSplit, Rows]) -> list[str]:
         names = [n for n in splits[split].texts if n not in ("label", "part", "group", "answers")]
         if not names:
             continue
+        # Digests are compared, not texts: of long documents the set would take as much memory as
+        # train.
         rows = [
             digest_of(cells)
             for cells in zip(*(splits[split].texts[n] for n in names), strict=True)
@@ -394,6 +409,8 @@ def in_train(splits: Mapping[DataSplit, Rows]) -> list[str]:
 def chosen_rows(num_rows: int, wanted: int) -> list[int]:
     """Draw at most `wanted` row numbers below num_rows, alike in every run; ascending."""
     draw = random.Random(0).random  # random() alone: the same on every Python version
+    # A key for each row: which rows are drawn for a smaller `wanted` are among those of a larger
+    # one.
     keys = [draw() for _ in range(num_rows)]
     return sorted(sorted(range(num_rows), key=keys.__getitem__)[:wanted])
 
@@ -466,6 +483,8 @@ class Demo(Source):
         self, names: Sequence[str], rows: Iterable[Sequence[Any]], samples: object
     ) -> SplitTables:
         """Return rows of cells, cut into consecutive splits. samples: what all clouds agree on."""
+        # Rows are made once and cut into splits in `order`, so that a larger num_train leaves the
+        # others as they are where they come first.
         columns = dict(zip(names, zip(*rows, strict=True), strict=True))
         result = Tables()
         start = 0

@@ -58,6 +58,8 @@ def ratio_error(above: ArrayLike, below: ArrayLike) -> float:
     """Standard error of sum(above) / sum(below) over samples [N], linearised (Cochran, Sampling
     Techniques, 1977, 2.11): of a mean with below = 1, of a share of hits sqrt(p (1 - p) / N).
     Not a number where only one sample counts in `below`, or none."""
+    # Linearised: the error of each sample is what it adds to the sum above, less its share of the
+    # sum below.
     a, b = np.broadcast_arrays(np.asarray(above, np.float64), np.asarray(below, np.float64))
     if np.count_nonzero(b) < 2:
         return math.nan
@@ -72,9 +74,13 @@ def bootstrap_error(num: int, measure: Measure) -> float:
         return math.nan
     draw = np.random.default_rng(SEED)
     found = [
+        # A resample is given as counts, [N]: the samples themselves are not copied a thousand
+        # times.
         measure(np.bincount(draw.integers(num, size=num), minlength=num).astype(np.float64))
         for _ in range(RESAMPLES)
     ]
+    # A resample without any sample of a part has no score there (NaN), and says nothing of the
+    # spread.
     return float(np.nanstd(found))
 
 
@@ -84,6 +90,7 @@ def label_measure(name: str, right: ArrayLike, said: ArrayLike) -> Measure:
     rank."""
     pair = np.asarray(right, np.float64), np.asarray(said, np.float64)
     hits = pair[0] == pair[1]
+    # Classes are numbered among those that occur, so bincount needs no room for others.
     classes, places = np.unique(np.concatenate(pair), return_inverse=True)
     of_label, of_prediction = np.split(places, 2)
 
@@ -95,6 +102,8 @@ def label_measure(name: str, right: ArrayLike, said: ArrayLike) -> Measure:
         if name in MEANINGS["value"]:
             x, y = pair
             if name != "pearson":
+                # Ranks depend on how often each sample counts, so they are found anew for each
+                # resample.
                 x, y = (_ranks(values, counts=counts) for values in pair)
             return 100.0 * _correlation(x, y, counts)
         hit_C, label_C, said_C = (
@@ -105,6 +114,8 @@ def label_measure(name: str, right: ArrayLike, said: ArrayLike) -> Measure:
                 (of_prediction, counts),
             )
         )
+        # The statistic of Gorodkin, of the counts of classes alone: with two classes the usual
+        # coefficient.
         if name == "matthews":
             n = counts.sum()
             spread = (n * n - label_C @ label_C) * (n * n - said_C @ said_C)
@@ -112,6 +123,8 @@ def label_measure(name: str, right: ArrayLike, said: ArrayLike) -> Measure:
             if spread > 0:
                 return 100.0 * float(together / math.sqrt(spread))
             return 0.0
+        # In a resample a class may neither stand nor be said: it has no F1, and the mean leaves it
+        # out.
         f1_C = 2 * hit_C / np.maximum(1, label_C + said_C)
         chosen_C = label_C + said_C > 0 if name == "macro_f1" else classes == 1
         return 100.0 * float(f1_C[chosen_C].mean()) if chosen_C.any() else 0.0
@@ -134,6 +147,7 @@ def label_scores(
         key = f"{name}_{part}" if part else name
         values[key] = measure(np.ones(num))
         if name == "accuracy":
+            # A share of hits has a formula for its error: no resamples are drawn.
             error = 100 * ratio_error([right == said for right, said in parts[part]], below=1)
         else:
             error = bootstrap_error(num, measure)
@@ -142,6 +156,8 @@ def label_scores(
         return values, errors
 
     def mean(counts: Vector) -> float:
+        # The first rows of each part: parts may differ in length, and a row beyond the shorter
+        # one's end is not drawn in it.
         each = [measures[names[0], part](counts[: len(pairs)]) for part, pairs in parts.items()]
         return sum(each) / len(each)
 
@@ -151,6 +167,8 @@ def label_scores(
 
 
 def _correlation(x: Vector, y: Vector, counts: Vector) -> float:
+    # A constant has no correlation. Compared exactly, as after the mean is taken off rounding
+    # leaves something else than zero.
     if np.ptp(x[counts > 0]) == 0 or np.ptp(y[counts > 0]) == 0:
         return 0.0
     x = x - np.average(x, weights=counts)
@@ -163,6 +181,7 @@ def _ranks(values: Vector, counts: Vector) -> Vector:
     """Mean rank of each value among all samples, as often as they count."""
     distinct, places = np.unique(values, return_inverse=True)
     num = np.bincount(places, weights=counts, minlength=len(distinct))
+    # As many as tie share the mean of the ranks that they take together.
     return (num.cumsum() - (num - 1) / 2)[places]
 
 

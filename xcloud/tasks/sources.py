@@ -62,6 +62,7 @@ DATA_ENDINGS = frozenset(
      "zip", "tar", "bz2", "xz", "zst", "7z")
 )  # fmt: skip
 
+# Formats that `datasets` reads as text, of which UTF-8 is checked before it does.
 TEXT_ENDINGS = ("csv", "tsv", "json", "jsonl", "ndjson", "txt")
 
 
@@ -72,8 +73,12 @@ def read_lines(path: Path, max_line: int = MAX_LINE) -> Iterator[str]:
     check_is_text(path)
     opened: Callable[..., IO[str]] = gzip.open if path.suffix == ".gz" else open
     try:
+        # utf-8-sig: programs on Windows begin a file with a mark of the byte order, which would be
+        # part of the first column's name.
         with opened(path, "rt", encoding="utf-8-sig", newline="\n") as file:
             for line in BoundedLines(file, path, max_line):
+                # A carriage return before the line feed is the ending of Windows; any other stays
+                # in the text.
                 yield line.removesuffix("\n").removesuffix("\r")
     except (UnicodeDecodeError, OSError, EOFError, zlib.error) as error:
         what = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else "cannot be read"
@@ -119,6 +124,8 @@ class TextFile:
             return list(self.paths)
         if self.kind == "table":
             names = next(read_lines(self.path), "").split("\t")
+            # A .csv reader would take the quotes off; here they would be part of every name, and
+            # of every text.
             if all(len(name) > 2 and name[0] == name[-1] == '"' for name in names):
                 said = "the names in its first line are in quotes, and a .tsv is read without"
                 raise DataError(f"{self.path}: {said}; write it without quoting, or as .jsonl")
@@ -135,9 +142,13 @@ class TextFile:
         if self.kind in ("lines", "text"):
             yield from self._line_rows(columns)
             return
+        # Only one key is wanted of a .jsonl, and its rows may differ in others, so each row is
+        # checked by itself below.
         if self.kind == "table":
             check_columns(self, wanted=columns, keys=keys)
         for where, row in self._records():
+            # Counted whether it was asked for or not: that is how a user hears of columns that
+            # nobody reads.
             self.seen.update(key for key, cell in row.items() if cell not in NOTHING)
             if missing := [column for column in columns if row.get(column) is None]:
                 said = f"no text under {missing[0]!r}; its keys: {listed(row)}"
@@ -150,8 +161,10 @@ class TextFile:
         if missing := [side for side in sides if side not in self.paths]:
             raise DataError(f"{self.path}: its other side, {self.name}.{missing[0]}, is missing")
         paths = [self.paths[side] for side in sides] or [self.path]
+        # zip_longest fills the shorter side with None, which no line of a file is.
         for row in zip_longest(*map(self.read, paths)):
             if None in row:
+                # Counted anew, as the two were read in step only up to here.
                 counts = [f"{p.name} {sum(1 for _ in self.read(p)):,}" for p in sorted(paths)]
                 said = f"the sides of a line pair differ in lines: {' and '.join(counts)}"
                 raise DataError(f"{self.path.parent}: {said}")
@@ -170,6 +183,7 @@ class TextFile:
         for where, line in ((f"{self.path}, line {number}", line) for number, line in lines):
             if not line.strip():
                 continue
+            # A whole file as one array is what `json.dump` of a list writes.
             if line.lstrip().startswith("["):
                 said = "a JSON array is no object; expected one per line: jq -c '.[]' OLD > NEW"
                 raise DataError(f"{where}: {said}")
@@ -177,6 +191,7 @@ class TextFile:
             if not isinstance(row, dict):
                 raise DataError(f"{where}: {quoted(row)} is no object; expected one per line")
             inside = row.get("translation")
+            # The form of translations on the hub.
             if isinstance(inside, dict):
                 self.seen.update(key for key in row if key != "translation")
                 row = inside
@@ -189,6 +204,8 @@ class TextFile:
         """Yield the rows below the header. Empty lines at the end are passed over where there are
         several columns; of a single column each is an empty cell."""
         header = next(lines, (0, ""))[1].split("\t")
+        # An editor leaves empty lines at the end of a file. One between rows would shift the
+        # numbers of the rows that follow, on this side only.
         empty: int | None = None  # the first of the empty lines before this one
         for number, line in lines:
             if not line.strip(" ") and len(header) > 1:
@@ -201,6 +218,8 @@ class TextFile:
             if len(cells) != len(header):
                 said = f"{len(cells)} columns, but the header has {len(header)}"
                 said += "; a text holds no tab or line break, not even in quotes"
+                # Files of old Macs end lines so. Read as one line, all of them would be columns of
+                # one row.
                 if "\r" in line:
                     said += "; some lines end with a carriage return only"
                 raise DataError(f"{where}: {said}")
@@ -221,6 +240,8 @@ def _parsed(text: str, where: str, what: str, expected: str) -> Any:
         raise DataError(f"{where}: {what} ({error.msg}); {expected}") from error
     except ValueError as error:
         raise DataError(f"{where}: {error}; {expected}") from error
+    # Only an escape can hold half of a pair, as the file itself is UTF-8: most lines need no
+    # second look.
     if "\\u" in text:
         try:
             json.dumps(value, ensure_ascii=False).encode()
@@ -252,6 +273,7 @@ def read_documents(
     elif document == "line":
         groups = [[line] for line in lines]
     else:
+        # Lines of blanks alone end a document too, and two of them are one end.
         groups = [list(group) for _, group in groupby(lines, lambda line: bool(line.strip()))]
     texts = ("\n".join(group).strip("\r\n") for group in groups)  # blanks indent a line
     return [text for text in texts if text.strip()]
@@ -303,6 +325,7 @@ class Folder(InFolder):
     def files(self, form: Form) -> list[TextFile]:
         """Return the files of this form. Opens none."""
         read = partial(read_documents, document=self.document or "blank_line")
+        # list_files knows no settings, so files of running text get their reader here.
         return [
             replace(file, read=read) if file.kind == "text" else file
             for file in list_files(Path(self.where(form)), form)
@@ -330,6 +353,8 @@ class Folder(InFolder):
         name = SECOND_COPY.sub("", file.name)
         for split in SPLITS:
             asked: Names = getattr(self, f"{split}_file")
+            # Only where the copy would be taken for the split: any other file may be called as it
+            # likes.
             if name != file.name and asked is None and self.is_usual(name, split, form):
                 raise DataError(
                     f"{file.where} has the name of a second download or copy: rename or remove "
@@ -347,6 +372,8 @@ class Folder(InFolder):
         if split == "test":  # test, test_2016_flickr, test-2; but not testimony
             named = stem.startswith("test") and not stem[4:5].isalpha()
         else:
+            # dev_2 or train-old are no usual names; of test sets there are several a corpus, by
+            # year.
             named = stem in (DEV_NAMES if split == "dev" else ("train",))
         return named and language == self.language
 
@@ -366,6 +393,8 @@ def list_files(folder: Path, form: Form, key: str = "task.data.path") -> list[Te
         if ending.lower() in form.endings:
             ending = ending.lower()
         if ending in form.endings or ending in form.languages:
+            # A link that leads nowhere is no file, and would be passed over as if the set did not
+            # exist.
             check_is_no_dead_link(path)
         if not path.is_file():
             continue
@@ -375,6 +404,7 @@ def list_files(folder: Path, form: Form, key: str = "task.data.path") -> list[Te
             tables.append(TextFile(name, kind, paths={column: path}))
         elif ending in form.languages:
             source, target = form.languages
+            # train.es-en.es and train.en-es.en are the two sides of "train".
             for pair in (f".{source}-{target}", f".{target}-{source}"):
                 name = name.removesuffix(pair)
             if ending in pairs.setdefault(name, {}):
@@ -450,12 +480,15 @@ class HubTable:
         """Yield rows as RowTable does. Loads only these columns; a rank that sees none counts the
         rows of any."""
         with _reading(self.where):
+            # `datasets` answers for a missing column with a key error that names no file.
             check_columns(self, wanted=columns, keys=keys)
             nested = self._inside is not None
+            # Objects of Arrow are read whole: a column "translation" holds both languages.
             if nested:
                 kept = ["translation"]
             else:
                 there = (name for name in optional if name in self._names)
+                # A rank that sees no column reads the first one, to count.
                 kept = list(dict.fromkeys((*columns, *there))) or self._names[:1]
             for batch in self.dataset.select_columns(kept).iter(batch_size=BATCH_ROWS):
                 found = batch[kept[0]]
@@ -468,6 +501,7 @@ class HubTable:
                     continue
                 none = [None] * len(found)
                 wanted = [cells[c] for c in columns] + [cells.get(c, none) for c in optional]
+                # check_is_no_header looks at wanted columns alone: an optional one may be empty.
                 for row in zip(*wanted, strict=True):
                     check_is_no_header(self.where, names=columns, cells=row[: len(columns)])
                     yield tuple(map(_without_nulls, row))
@@ -524,8 +558,10 @@ class OnHub(Source):
         """Raise DataError if the hub is out of reach and the data set is not cached."""
         where = self.where(form)
         folder = local_folder(where)
+        # A folder may hold what only stands for data: pointers of LFS, pages of an error.
         if folder is not None:
             check_data_files(folder)
+        # Without the network what is in the cache is loaded, which fails here and not in a rank.
         elif not go_offline_if_unreachable():
             load_hub(where, config=self.data_set(form), revision=self.revision)
 
@@ -582,6 +618,8 @@ def check_data_files(folder: Path) -> None:
             check_is_data(path)
             continue
         check_is_text(path)
+        # A semicolon between names is what spreadsheets write where a comma is decimal. `datasets`
+        # would read one column.
         first = next(read_lines(path, max_line=MAX_WHOLE), "") if ending == "csv" else ""
         for separator, name in ((";", "semicolons"), ("\t", "tabs"), ("|", "|")):
             if separator in first and "," not in first:
@@ -610,11 +648,15 @@ def load_hub(name: str, config: str | None, streaming: bool = False, **which: st
         if folder is not None and any((folder / file).is_file() for file in SAVED):
             return _saved(datasets, folder, split=which.get("split"))
         revision = which.get("revision")
+        # Cards first: what one names `datasets` would fetch, whichever machine or address it is.
         for card in cards_of(name, folder, revision, reached=reached):
             check_card(card, name)
         if "revision" in which or folder is not None:
+            # The builder lists the files that would be read, without opening one.
             _check_data_files(datasets, folder, name, config=config, revision=revision)
         loaded = datasets.load_dataset(str(folder or name), config, streaming=streaming, **which)
+        # Features name the kinds of columns that would be opened as files; of .jsonl they are
+        # known only while rows are read.
         for one in loaded.values() if isinstance(loaded, dict) else [loaded]:
             check_features(getattr(one, "features", None), name)
         return loaded
@@ -622,6 +664,7 @@ def load_hub(name: str, config: str | None, streaming: bool = False, **which: st
 
 def _check_saved(folder: Path) -> None:
     """Raise DataError if what save_to_disk wrote names files that lie elsewhere."""
+    # load_from_disk opens whatever its lists name, "../x" included.
     for path in (folder / SAVED[0], folder / SAVED[1], *sorted(folder.glob(f"*/{SAVED[1]}"))):
         if not path.is_file():
             continue
@@ -657,6 +700,7 @@ def _check_data_files(
     start = f"hf://datasets/{name}@" if folder is None else os.path.abspath(folder) + os.sep
     for split, files in (made.config.data_files or {}).items():
         for file in files:
+            # normpath takes "..", which would lead out of the folder behind a beginning that fits.
             place = str(file) if folder is None else os.path.normpath(str(file))
             if not place.startswith(start):
                 raise DataError(f"{name}: its {split} names {file}, no file of its own")

@@ -37,12 +37,17 @@ class TextReader:
         content = parsed_json(backend.to_str())
         check_growth(content)
         added = content["added_tokens"]
+        # Both what the checkpoint calls special and what the caller does: checkpoints leave some
+        # out.
         own = {token["id"] for token in added if token["special"]}
         pieces = {number: backend.id_to_token(number) for number in sorted(own | {*special})}
         secret = secrets.token_hex(8)  # no text can know it
+        # U+FDD0 and U+FDD1 are no characters by Unicode's own rule, so no normalizer changes them.
         self._names = {
             piece: f"\ufdd0{secret}.{number}\ufdd1"
             for number, piece in pieces.items()
+            # A piece such as "!" is a pad token in some checkpoints; without it texts would lose
+            # their exclamation marks.
             if piece and len(piece) > 1
         }
         self._literals = sorted(self._names, key=len, reverse=True)  # the longest is found first
@@ -51,15 +56,20 @@ class TextReader:
         self._veiled = re.compile(rf"{self._veil}(\d+)\ufdd1")
         self._cut = f"\ufdd0{secret}.cut\ufdd1"
 
+        # Not normalized: names are looked for in a text as it stands, before a normalizer changes
+        # it.
         for token in added:
             if token["content"] in self._names:
                 token |= {"content": self._names[token["content"]], "normalized": False}
+        # A checkpoint's truncation would cut texts here, before anybody counts them.
         content |= {"truncation": None, "padding": None}
         _rename(content["model"], names=self._names)
         renamed = json.dumps(content)
         del content  # a quarter of a million pieces take a lot of room as Python objects
         self._backend = type(backend).from_str(renamed)
         known = {token["content"] for token in added}
+        # Pieces of the model that were no added tokens become some under their name, so that they
+        # are found whole.
         self._backend.add_special_tokens(
             [
                 AddedToken(name, normalized=False)
@@ -69,6 +79,8 @@ class TextReader:
         )
         self._cut_id = self._backend.token_to_id(self._cut)
         for number, piece in pieces.items():
+            # A vocabulary may hold a piece twice, as a word and as an added token. Which of the
+            # two a template means nobody knows.
             name = self._names.get(piece)
             if name is not None and self._backend.token_to_id(name) != number:
                 raise DataError(f"tokenizer: its special piece {piece!r} has two ids")
@@ -76,6 +88,8 @@ class TextReader:
     @cached_property
     def unknown(self) -> int | None:
         """The id of what the vocabulary lacks; None where bytes stand for that, or nothing."""
+        # Letters that no vocabulary has, both encoded alike: then what they end in is the unknown
+        # token.
         first, second = self.encode(RARE)
         return first[-1] if first and first == second else None
 
@@ -84,6 +98,7 @@ class TextReader:
         Nothing is counted where a token for unknown characters, or bytes, stand for all."""
         if any(self.encode(RARE)):
             return Counter()
+        # Each kind of character is encoded once, however long the texts are.
         counts = Counter(chain.from_iterable(texts))
         found = [char for char in counts if not char.isspace()]
         encoded = zip(found, self.encode(found), strict=True)
@@ -106,6 +121,7 @@ class TextReader:
         token: each special piece in it is replaced, until `encode_written` puts it back."""
 
         def escaped(match: re.Match[str]) -> str:
+            # A number instead of the piece, which itself would be found again.
             return f"{self._veil}{self._literals.index(match[0])}\ufdd1"
 
         if isinstance(value, str):
@@ -124,12 +140,15 @@ class TextReader:
         Each prompt is cut as it is when a model is asked: whole, from the beginning of the chat.
         Only where a token would reach over the border of two segments both are cut apart there.
         """
+        # Each beginning of the chat is encoded as a whole. If the ids of a shorter one are those
+        # that the whole begins with, no token reaches over a border.
         named = [self._named(segment) for segment in segments]
         grown = self.encode([*accumulate(named)])
         whole = grown[-1]
         if all(ids == whole[: len(ids)] for ids in grown):
             return [whole[a:b] for a, b in pairwise([0, *map(len, grown)])]
         found: list[list[int]] = [[]]
+        # An added token at each border keeps others from reaching over it, and is taken out again.
         for token in self.encode([self._cut.join(named)])[0]:
             if token == self._cut_id:
                 found.append([])
@@ -148,11 +167,13 @@ def _rename(model: dict[str, Any], names: dict[str, str]) -> None:
     if isinstance(vocabulary, list):  # Unigram: pieces with their scores
         model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocabulary]
         return
+    # WordPiece, BPE and WordLevel have a number for each piece.
     model["vocab"] = {names.get(piece, piece): number for piece, number in vocabulary.items()}
     if model.get("unk_token") is not None:
         model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
     if "merges" in model:  # of BPE; a merge that made a special piece makes none any more
         prefix = model.get("continuing_subword_prefix") or ""
+        # Older files write a merge as one text with a space.
         merges = [m.split(" ", 1) if isinstance(m, str) else m for m in model["merges"]]
         model["merges"] = [
             merge

@@ -106,20 +106,18 @@ class DemoText(TextSource):
             raise ConfigError(f"{said} {odd[0]!r}; for other languages set profile=files")
 
     def identity(self, part: str, cache_dir: Path) -> str:
-        digest = hashlib.sha256("\n".join(map(str, self._pairs())).encode()).hexdigest()
+        digest = hashlib.sha256("\n".join(map(str, pairs(self.num_texts))).encode()).hexdigest()
         return f"demo {part} {digest}"
 
     def read(self, part: str) -> Iterator[tuple[str, ...]]:
         self.check([part])
-        for es, en in self._pairs():
+        for es, en in pairs(self.num_texts):
+            # languages_of orders the sides as the part does.
             sides = {"es": es, "en": en}
             yield tuple(sides[language] for language in languages_of(part))
 
     def public_texts(self) -> Sequence[str]:
-        return [text for pair in self._pairs() for text in pair]
-
-    def _pairs(self) -> Sequence[tuple[str, str]]:
-        return pairs(self.num_texts)
+        return [text for pair in pairs(self.num_texts) for text in pair]
 
 
 @settings("text.source")
@@ -156,6 +154,7 @@ class FolderText(TextSource):
         for file, columns, language in self._files(part):
             wanted = ("lang", *columns) if language is not None else columns
             for row in file.rows(wanted, keys="text.source.text_key"):
+                # A table by language has rows of all languages, of which this part's are kept.
                 if language is None:
                     yield row
                 elif row[0] == language:
@@ -177,7 +176,11 @@ class FolderText(TextSource):
             form = Form(expected, languages=languages)
         folder = Path(self.path).expanduser()
         files = list_files(folder, form, key="text.source.path")
+        # list_files knows nothing of splits: text for pre-training must not hold what a task is
+        # scored on.
         files = [file for file in files if not HELD_OUT.match(file.path.name)]
+        # The first way that fits: a file with a column for each language is read by it, even if it
+        # has `lang`, too.
         chosen = [(file, *way) for file in files for way in self._ways(file, languages)[:1]]
         if not chosen:
             there = listed(map(name_of, files))
@@ -189,6 +192,7 @@ class FolderText(TextSource):
         self, file: TextFile, languages: Sequence[str]
     ) -> list[tuple[tuple[str, ...], str | None]]:
         """How a file can be read for these languages: columns, and the `lang` of their rows."""
+        # A file whose name says its language has one text a row. A table's columns say it.
         if len(languages) == 1 and file.kind != "table":
             named = languages[0] in file.path.name.removesuffix(".gz").split(".")
             if named:
@@ -197,6 +201,8 @@ class FolderText(TextSource):
         ways: list[tuple[tuple[str, ...], str | None]] = [(("text",), languages[0])]
         if len(languages) == 2:
             a, b = languages
+            # Parallel text by language: the text is in one language, and a column of the other's
+            # name has its translation.
             ways = [((a, b), None), (("text", b), a), ((a, "text"), b)]
         there = set(file.columns()) if file.kind == "table" else set(file.paths)
         return [way for way in ways if {*way[0], *(["lang"] if way[1] else [])} <= there]
@@ -251,10 +257,12 @@ class HubText(TextSource):
             columns = (self.column,)
             name = self.name
             config = self.config
+        # A configuration without a placeholder is taken as it is, and None stays None.
         config = config and config.format(language=part, pair=part)
         loaded = load_hub(name, config, streaming=True, revision=self.revision, split=self.split)
         table = HubTable(dataset=loaded, where=name)
         for row in table.rows(columns, keys="text.source.column"):
+            # null is a text that is missing, and counts as an empty one.
             yield tuple(cell or "" for cell in row)
         say_unread(table, used=columns)
 
@@ -296,4 +304,6 @@ class PublicText:
                 "lower model.split.calibration_texts (calibration_pairs read twice as many) or "
                 "the backbone's num_texts, or use a longer file"
             )
+        # All clouds read these lines, so the draw has a seed of its own, not the run's: basis and
+        # start stay what they are for every seed.
         return random.Random(0).sample(lines, num)

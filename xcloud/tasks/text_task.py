@@ -151,6 +151,8 @@ class TextTask(ABC):
 
     def check(self) -> None:
         """Raise DataError or ConfigError if the corpus is missing, before any rank starts."""
+        # A source that returns no tables (the hub, demo texts) has looked at them itself, or is
+        # read by the ranks alone.
         if (tables := self.data.check_source(self.form)) is not None:
             for table in chain.from_iterable(chain(*of.values()) for of in tables.tables.values()):
                 table.check()
@@ -177,6 +179,8 @@ class TextTask(ABC):
     def agreed_settings(self) -> dict[str, object]:
         """Return what the fingerprint has beside name, max_length, row counts and corpus: nothing
         of the corpus where sizes are set, as a rank without files knows no file names."""
+        # A rank without files knows no file names, so with sizes set nobody compares facts of the
+        # corpus.
         unread: dict[str, object] = {} if self.sizes is None else {"corpus": None}
         if self.shared_tokenizer is None:
             return unread
@@ -203,6 +207,8 @@ class TextTask(ABC):
 
         Rows with the same cell in a column "group" are held out together.
         """
+        # All splits are read before one is held out or sampled, so that remarks and errors speak
+        # of what the files hold.
         splits: dict[DataSplit, Mapping[str, Rows]] = {
             split: {part: Rows.joined(map(rows_of, held)) for part, held in parts.items()}
             for split, parts in tables.tables.items()
@@ -214,8 +220,12 @@ class TextTask(ABC):
         every = (table for of in tables.tables.values() for table in chain(*of.values()))
         remarks += unread_keys(every, used)
         for split in (split for split in SPLITS if split in splits):
+            # Counted where rows are still those of the files: what is taken from them below
+            # forgets it.
             if num := sum(rows.num_empty for rows in splits[split].values()):
                 remarks.append(f"{split}: {num:,} empty texts left out")
+        # Rows that teach nothing go before anything is drawn. Chance would else fill a small dev
+        # set with them, and clouds would not number the rest alike.
         useless: dict[str, dict[DataSplit, Cut]] = {}
         for split, parts in splits.items():
             for part, rows in parts.items():
@@ -231,6 +241,8 @@ class TextTask(ABC):
                 if reasons:
                     left = [i for i in range(rows.num_rows) if i not in reasons]
                     splits[split] = {**splits[split], part: rows.take(left)}
+        # `train` stays the set that labels are read from (Corpus.train_set), even where rows of it
+        # are held out.
         train = splits["train"][""]
         if dev_as_test and "test" not in splits and "dev" in splits:
             splits["test"] = splits.pop("dev")
@@ -246,11 +258,15 @@ class TextTask(ABC):
             if most is not None and any(rows.num_rows > most for rows in parts.values()):
                 before = sum(rows.num_rows for rows in parts.values())
                 remarks.append(f"{split}: a sample of its {before:,} rows")
+                # Parts of equal length keep the same rows, as the draw depends on their number
+                # alone: a sample in several languages stays one (label_scores).
                 parts = {
                     part: rows.take(chosen_rows(rows.num_rows, wanted=most))
                     for part, rows in parts.items()
                 }
             result[split] = parts[""] if list(parts) == [""] else interleaved(parts)
+        # What is held out or drawn is compared, not the files: a sample counts as leaked only if
+        # it is used.
         remarks += in_train(result)
         for split, rows in result.items():
             for column in (name for name in rows.texts if name not in ("label", "part", "group")):
@@ -267,6 +283,8 @@ class TextTask(ABC):
 
     def _held_out(self, there: Iterable[DataSplit], train: Rows) -> dict[DataSplit, list[int]]:
         """Return row numbers of train for each missing split and, last, for what remains of it."""
+        # Groups are drawn, not rows: questions on one paragraph would else stand in train and in
+        # dev.
         groups = train.texts.get("group", range(train.num_rows))
         left = list(dict.fromkeys(groups))
         shares: dict[DataSplit, int | float] = {"dev": self.dev_share, "test": self.test_share}
@@ -277,6 +295,7 @@ class TextTask(ABC):
         }
         if not wanted:
             return {}
+        # At least one group has to be left to train on.
         if sum(wanted.values()) >= len(left):
             said = f"{' and '.join(wanted)} need {sum(wanted.values()):,} rows, but train has"
             lower = " and ".join(f"task.{split}_share" for split in wanted)
@@ -352,11 +371,13 @@ class View(Tokenized, Generic[T]):
         self._task = task
         self._fields = fields
         self._rows = dict(sizes or corpus.counts)
+        # Fields that a rank may not see are dropped here, whatever its task has read.
         self._columns = {name: column for name, column in columns.items() if name in fields}
         self._tokenizers = {name: made for name, made in tokenizers.items() if name in fields}
         task.check_rows(self._rows)
         self._remarks = [*corpus.remarks, *remarks]
         self._agreed = corpus.agreed
+        # A rank without fields has read no row, so it has nothing to compare.
         self._digests = corpus.digests() if fields else {}
         for name, by_split in self._columns.items():
             for split, column in by_split.items():
@@ -367,6 +388,8 @@ class View(Tokenized, Generic[T]):
                         said = f"{num:,} of {column.num_tokens:,} tokens of {name} are unknown"
                         self._remarks.append(f"{split}: {said} to its tokenizer")
         self._in_words = in_words if in_words and fields else counted(self._rows)
+        # Texts that were truncated are told by the ranks that read them: others have no tokens to
+        # count.
         found = {
             what: {split: cut for split, cut in by_split.items() if cut.num and fields}
             for what, by_split in cuts.items()
@@ -428,6 +451,7 @@ class View(Tokenized, Generic[T]):
         """Return the first samples that were scored, each with what it asks."""
         lines = []
         for ident, sample in islice(scores.samples.items(), count):
+            # Lists are counts of a score, not something to show.
             said = {name: text for name, text in sample.items() if not isinstance(text, list)}
             entries = {**self.shown(split, ident), **said}.items()
             lines += [f"{name:10} {text}" for name, text in entries] + [""]
@@ -475,6 +499,8 @@ class TokenTable:
     num_left_out = 0
 
     def __init__(self, rows: Iterable[Sequence[int]], pad: int = 0) -> None:
+        # Flat arrays take 4 bytes a token. Lists of Python integers take 8 for each place, and 28
+        # more for most ids.
         flat = array("i")
         ends = [0]
         for row in rows:
@@ -490,6 +516,7 @@ class TokenTable:
         table = cls(())
         num_rows = offsets.stat().st_size // 8
         num_tokens = tokens.stat().st_size // 4
+        # Pages are read when their rows are, and are shared by the ranks of a machine.
         table._offsets = torch.from_file(str(offsets), size=num_rows, dtype=torch.int64)
         table._flat = torch.from_file(str(tokens), size=num_tokens, dtype=torch.int32)
         return table
@@ -513,6 +540,8 @@ class TokenTable:
         return len(self._offsets) - 1
 
     def __getitem__(self, index: int) -> list[int]:
+        # range() takes negative numbers, and raises IndexError behind the last row, which ends an
+        # iteration.
         start, end = self._offsets[range(len(self))[index] :][:2].tolist()
         return self._flat[start:end].tolist()
 
@@ -527,6 +556,7 @@ class TokenTable:
     @cached_property
     def num_unlike_pad(self) -> Tensor:
         """For each row the number of tokens that differ from `pad`, int64."""
+        # A difference of two running counts is the count of a row, so no loop over rows is needed.
         before = torch.cat(
             [torch.zeros(1, dtype=torch.int64), (self._flat != self._pad).cumsum(0)]
         )
@@ -558,7 +588,9 @@ class PairTable:
         num_separators: int = 1,
     ) -> None:
         self._num_separators = 1 if seconds is None else num_separators
+        # Settings that leave no room were refused before; a test's table may have none.
         room = max(0, max_length - self.num_special(seconds is not None, num_separators))
+        # A single text is a pair whose second text is empty, without its separators.
         pairs = list(zip(firsts, seconds or [()] * len(firsts), strict=True))
         self.second_at: list[int] = []
 
@@ -567,6 +599,7 @@ class PairTable:
                 first, second = cut_pair(*pair, room)
                 row = [special.bos, *first, *[special.eos] * self._num_separators]
                 self.second_at.append(len(row))
+                # The separator in `row` ends a single text.
                 yield row if seconds is None else [*row, *second, special.eos]
 
         self.tokens = TokenTable(rows=rows(), pad=special.pad)
@@ -580,6 +613,8 @@ class PairTable:
     def encoded(tokenizer: Tokenizer, sides: Sequence[Sequence[str]], most: int) -> PairTable:
         """Build a table of one or two columns of texts. Repeated ones are tokenised once."""
         distinct = list(dict.fromkeys(text for side in sides for text in side))
+        # Texts repeat: the same sentence stands in many pairs, and a paragraph beside each of its
+        # questions.
         ids = dict(zip(distinct, tokenizer.encode(distinct), strict=True))
         firsts, *seconds = [[ids[text] for text in side] for side in sides]
         of = (tokenizer.token_ids, tokenizer.num_separators)
@@ -595,6 +630,7 @@ class PairTable:
         """Return the sample's one or two texts, truncated, without special ids."""
         row = self.tokens[index]
         start = self.second_at[index]
+        # `start` is behind bos, the first text and its separators.
         first = row[1 : start - self._num_separators]
         return [first] if start == len(row) else [first, row[start:-1]]
 
@@ -603,5 +639,6 @@ def cut_pair(
     first: Sequence[int], second: Sequence[int], room: int
 ) -> tuple[Sequence[int], Sequence[int]]:
     """Cut a pair to the room: the shorter text may use half of it plus what the longer leaves."""
+    # The second text gets what the first leaves of the room, so a short first text costs nothing.
     kept = min(len(first), max(room - len(second), room - room // 2))
     return first[:kept], second[: room - kept]

@@ -45,6 +45,7 @@ from xcloud.tasks.text_task import check_visible
 MAGIC = 20240520
 VERSION = 1
 HEADER_BYTES = 256 * 4
+# Tokens at each end of a file; a whole file of a hundred million would take seconds.
 DIGEST_TOKENS = 2**15
 FIELDS = frozenset(("text", "types", "label"))
 
@@ -57,6 +58,7 @@ class TokenFile:
     @staticmethod
     def opened(path: Path) -> TokenFile:
         """Return a file whose header and size agree. Raises DataError."""
+        # Its first bytes tell a pointer of LFS or a page of an error, too.
         head = check_is_data(path)
         if len(head) < HEADER_BYTES:
             raise DataError(
@@ -69,6 +71,7 @@ class TokenFile:
                 f"{path} is no token file: its first numbers are {magic} and {version}, and they "
                 f"must be {MAGIC} and {VERSION} (uint16 token ids behind a header of 256 int32)"
             )
+        # A download that was cut off has fewer bytes than its header promises.
         there = path.stat().st_size - HEADER_BYTES
         if there != 2 * num_tokens:
             raise DataError(
@@ -78,6 +81,7 @@ class TokenFile:
         return TokenFile(path, num_tokens)
 
     def tokens(self) -> np.ndarray[tuple[int], np.dtype[np.uint16]]:
+        # Mapped: ranks of a machine share the pages, and only windows that are used are read.
         return np.memmap(
             self.path, dtype="<u2", mode="r", offset=HEADER_BYTES, shape=(self.num_tokens,)
         )
@@ -101,21 +105,27 @@ class TokenWindows:
         self.files = files
         self._length = length
         self._first = first
+        # One token fewer: the last window needs one behind it to guess.
         counts = [max(0, (file.num_tokens - 1) // length) for file in files]
         self._starts = np.asarray([0, *accumulate(counts)])
+        # Windows before `first` are another split's.
         there = max(0, int(self._starts[-1]) - first)
         self.num_windows = there if most is None else min(there, most)
+        # Nothing can be mapped of a file without tokens.
         self._tokens = [file.tokens() for file in files if file.num_tokens]
 
     def tokens(self, ids: Tensor, vocab_size: int) -> Tensor:
         """Return the windows and the token behind each, int64 [B, S + 1]. Raises DataError for a
         token that the vocabulary has not."""
         numbers = ids.numpy() + self._first
+        # side="right": a file without windows starts where the next one does, and is passed over.
         of_file = np.searchsorted(self._starts, numbers, side="right") - 1
+        # uint16 of the file become int64 here, which embeddings index by.
         rows = np.empty((len(numbers), self._length + 1), dtype=np.int64)
         for row, number, file in zip(rows, numbers, of_file, strict=True):
             start = (number - self._starts[file]) * self._length
             row[:] = self._tokens[file][start : start + self._length + 1]
+            # Checked here and not when a file is opened, which would read all of it.
             if row.max() >= vocab_size:
                 raise DataError(
                     f"{self.files[file].path}: token {row.max()} stands near place {start:,}, and "
@@ -169,6 +179,7 @@ class TokenFiles:
             self._files(pattern, key)
             for key, pattern in (("train", self.train), ("validation", self.validation))
         )
+        # A file that is in both would be trained on and scored.
         if both := {file.path for file in train} & {file.path for file in validation}:
             raise DataError(
                 f"{min(both)} fits task.train={self.train} and task.validation="
@@ -177,6 +188,8 @@ class TokenFiles:
         length = self.max_length
         found: dict[DataSplit, TokenWindows] = {
             "train": TokenWindows(train, length),
+            # dev and test are consecutive parts of the same files, as the speedruns score the
+            # first 10,485,760 tokens.
             "dev": TokenWindows(validation, length, most=self.num_dev),
             "test": TokenWindows(validation, length, first=self.num_dev, most=self.num_test),
         }
@@ -195,9 +208,11 @@ class TokenFiles:
         if not folder.is_dir():
             what = "is a file" if folder.exists() else "does not exist"
             raise DataError(f"{folder} {what}; task.path must be a folder of token files")
+        # "../*.bin" would read folders that a policy has not allowed.
         if Path(pattern).name != pattern:
             raise ConfigError(f"task.{key}={pattern!r} is a pattern of names, not of folders")
         paths = sorted(folder.glob(pattern))
+        # Sorted by name: window i is the same one in every cloud.
         if not paths:
             raise DataError(f"{folder} has no file like {pattern} (task.{key})")
         return [TokenFile.opened(path) for path in paths]
@@ -210,6 +225,7 @@ class TokenFiles:
                 f"the task {self.name} has the fields {', '.join(sorted(FIELDS))}, but the model "
                 f"reads {', '.join(sorted(unknown))}; choose another model (model=…)"
             )
+        # A rank that sees no field opens no file.
         if self.sizes is not None and not fields:
             return TokenData(self, fields, windows={}, sizes=self.sizes)
         windows = self.windows()
@@ -243,6 +259,7 @@ class TokenData:
 
     def fingerprint(self) -> str:
         task = self._task
+        # Names and digests of files are no part of it: a rank without files knows none.
         known = {
             "task": task.name, "max_length": task.max_length, "vocab_size": task.vocab_size,
             "rows": {split: self._sizes[split] for split in SPLITS},
@@ -252,6 +269,7 @@ class TokenData:
     def own_digests(self) -> dict[str, str]:
         if not self._fields:
             return {}
+        # dev and test share files, of which one digest is enough.
         every = {file.path: file for of in self._windows.values() for file in of.files}
         return {f"tokens of {path.name}": file.digest() for path, file in every.items()}
 
@@ -270,6 +288,7 @@ class TokenData:
 
     def sentences(self, field: str) -> Sequence[Sequence[int]]:
         check_visible(field, there=self._fields)
+        # The whole training set as lists: only asked for to measure the basis of a cut.
         ids = torch.arange(self._sizes["train"])
         rows: list[list[int]] = self.batch("train", ids)[field].tolist()
         return rows
@@ -278,6 +297,7 @@ class TokenData:
         if not self._fields:
             return {"ids": ids}
         tokens = self._windows[split].tokens(ids, self._task.vocab_size)
+        # All fields come from the same tokens, so what is not visible is made and dropped.
         of_fields = {
             "text": tokens[:, :-1],
             "types": torch.zeros_like(tokens[:, :-1]),
@@ -294,6 +314,7 @@ class TokenData:
         num = self._sizes[split]
         if not predictions or not all(0 <= i < num for i in predictions):
             raise ValueError(f"{len(predictions)} predictions of {split}, which has {num} windows")
+        # A window counts as a document of its own, for the errors.
         return scores_of(predictions, documents=[(number,) for number in range(num)])
 
     def signature(self) -> dict[str, str]:

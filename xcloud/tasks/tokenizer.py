@@ -91,6 +91,7 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         kept = []
         for token in ids:
+            # What a model writes behind its end token is noise: it was trained no further.
             if token == self.token_ids.eos:
                 break
             if token not in self.special:
@@ -106,10 +107,12 @@ class Tokenizer:
     def word_starts(self) -> list[bool]:
         """For each id, whether it starts a word: special ids, pieces after a space, and pieces of
         scripts written without spaces."""
+        # "##" marks what is inside a word in WordPiece; the others mark what begins one.
         model = self.backend.model
         decoder = str(self.backend.decoder)
         is_word_piece = type(model).__name__ == "WordPiece"
         continuation = model.continuing_subword_prefix if is_word_piece else None
+        # A vocabulary may have gaps, which start a word as an empty piece does.
         pieces = [self.backend.id_to_token(i) or "" for i in range(self.token_ids.size)]
         return [
             i in self.special
@@ -128,6 +131,8 @@ class Tokenizer:
         bos = piece(ids.bos)
         eos = piece(ids.eos)
         backend = type(self.backend).from_str(self.backend.to_str())
+        # A trained tokenizer has no processor of its own: its special ids are added by this
+        # project.
         if backend.post_processor is None:
             single = f"{bos} $A {eos}"
             outer = [(bos, ids.bos), (eos, ids.eos)]
@@ -160,6 +165,7 @@ class Tokenizer:
             content = read_json(path)
             if content["format"] != FORMAT:
                 raise ValueError(f"format {quoted(content['format'])}")
+            # Before the backend is built, which would carry out what a stranger's file says.
             check_growth(content["tokenizer"])
             if content["num_separators"] not in range(1, MAX_SEPARATORS + 1):
                 raise ValueError(f"num_separators {quoted(content['num_separators'])}")
@@ -204,6 +210,7 @@ class TrainedTokenizer(TokenizerChoice):
     is_trained: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        # All bytes must have an id of their own, else not every text could be written.
         least = len(SPECIAL_TOKENS) + (BYTES if self.kind == "bpe" else 1)
         if self.vocab_size < least:
             said = f"must be a whole number >= {least}, got {self.vocab_size}"
@@ -214,6 +221,7 @@ class TrainedTokenizer(TokenizerChoice):
             raise DataError("a tokenizer cannot be trained: the training texts are all empty")
         import tokenizers
 
+        # The library's version counts: another one may learn other pieces from the same texts.
         described = {"format": FORMAT, "version": tokenizers.__version__, "settings": repr(self)}
         key = key_of(described, (text.encode() + b"\n" for text in texts))
         path = cache_dir / "tokenizers" / f"{key}.json"
@@ -226,6 +234,7 @@ class TrainedTokenizer(TokenizerChoice):
 
         special = list(SPECIAL_TOKENS)
         backend: Any
+        # A merge that comes once in the texts helps no other text.
         how: Any = {"vocab_size": self.vocab_size, "min_frequency": 2, "show_progress": False}
         if self.kind == "bpe":
             backend = Backend(models.BPE())
@@ -233,31 +242,36 @@ class TrainedTokenizer(TokenizerChoice):
                 backend.normalizer = normalizers.Lowercase()
             backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
             backend.decoder = decoders.ByteLevel()
+            # Bytes that the texts lack get ids, too, so no text is unknown.
             how["initial_alphabet"] = sorted(pre_tokenizers.ByteLevel.alphabet())
         else:
             backend = Backend(models.WordPiece(unk_token="[UNK]"))
+            # Accents stay, as they tell words of Spanish or French apart.
             backend.normalizer = normalizers.BertNormalizer(
                 lowercase=self.lowercase, strip_accents=False
             )
             backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
             backend.decoder = decoders.WordPiece(cleanup=False)
+            # The trainer numbers pieces of one character in the order of a hash table, which
+            # differs between processes and changes the merges. As special ones they are numbered
+            # before it begins.
             special += self._pieces(map(backend.normalizer.normalize_str, texts))
         trainer = trainers.BpeTrainer if self.kind == "bpe" else trainers.WordPieceTrainer
         backend.train_from_iterator(texts, trainer(special_tokens=special, **how))
         content = parsed_json(backend.to_str())
         content["added_tokens"] = []  # pieces of the vocabulary, which TextReader guards
         backend = backend.from_str(json.dumps(content))
+        # token_ids below says these numbers, so a library that orders them otherwise must not
+        # pass.
         ids = range(len(SPECIAL_TOKENS))
         assert [backend.token_to_id(token) for token in SPECIAL_TOKENS] == list(ids)
         token_ids = TokenIds(size=backend.get_vocab_size(), pad=0, bos=1, eos=2, mask=3)
         return Tokenizer(backend, token_ids, special=ids, rejoin=self.kind == "wordpiece")
 
     def _pieces(self, texts: Iterable[str]) -> list[str]:
-        """Return the pieces of one character each.
-
-        The trainer numbers pieces such as ##a in hash-table order, which differs between processes
-        and changes the merges; fixing the numbers first makes it deterministic."""
+        """Return the pieces of one character each. Raises ConfigError if they are too many."""
         characters = sorted({c for text in texts for c in text if not c.isspace()})
+        # Each character needs a piece that begins a word and one inside it.
         if (least := len(SPECIAL_TOKENS) + 2 * len(characters)) > self.vocab_size:
             said = f"the text has {len(characters)} characters; set at least {least}"
             raise ConfigError(f"tokenizer vocab_size {self.vocab_size} is too small: {said}")
@@ -283,10 +297,14 @@ class RunsTokenizer(TokenizerChoice):
         return repr(self.trained)  # for the fingerprint, alike in all clouds
 
     def prepare(self, texts: Sequence[str], cache_dir: Path) -> Tokenizer:
+        # Not compared with the texts: a run that goes on keeps its ids even where the texts have
+        # changed.
         if self.goes_on and self.file.exists():
             return Tokenizer.load(self.file)
         made = self.trained.prepare(texts, cache_dir)
         with contextlib.suppress(OSError):  # a full disk: it is trained again, and compared
+            # Ranks of one machine may all write here: each has a name of its own, and the last one
+            # wins with the same content.
             part = self.file.with_name(f"{self.file.name}.{os.getpid()}.{threading.get_ident()}")
             made.save(part)
             part.replace(self.file)
@@ -303,6 +321,7 @@ def keep_tokenizers(task: T, folder: Path, goes_on: bool) -> T:
             trained=choice, file=folder / f"{field.name}.json", goes_on=goes_on
         )
         for field in dataclasses.fields(task)
+        # Only tokenizers that a run trains: a file's or a checkpoint's stays where it is.
         if isinstance(choice := getattr(task, field.name), TrainedTokenizer)
     }
     return dataclasses.replace(task, **own) if own else task  # type: ignore[type-var]
@@ -351,6 +370,7 @@ class PretrainedTokenizer(TokenizerChoice):
         if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
             said = f"{folder} holds no tokenizer ({' or '.join(TOKENIZER_FILES)})"
             raise DataError(f"task.tokenizer: {said}; copy its model's there, or name another")
+        # On the hub there is nothing to look at before it is loaded.
         check_tokenizer_files(folder)
 
     def prepare(self, texts: Sequence[str], cache_dir: Path) -> Tokenizer:
@@ -358,6 +378,7 @@ class PretrainedTokenizer(TokenizerChoice):
         backend = pretrained.backend_tokenizer
         cls = pretrained.cls_token_id
         sep = pretrained.sep_token_id
+        # BERT has [CLS] and [SEP], RoBERTa <s> and </s> as these, and others only begin and end.
         ids = {
             "pad": pretrained.pad_token_id,
             "bos": pretrained.bos_token_id if cls is None else cls,
@@ -367,10 +388,14 @@ class PretrainedTokenizer(TokenizerChoice):
         if missing := [name for name, token in ids.items() if token is None]:
             said = f"has no {', '.join(missing)} token; use a BERT or RoBERTa tokenizer"
             raise DataError(f"tokenizer {self.name_or_path}: {said}")
+        # Tables cut and fill rows themselves; the checkpoint's own limits would cut pairs by other
+        # rules.
         backend.no_padding()
         backend.no_truncation()
         special = {*ids.values(), *pretrained.all_special_ids}
+        # WordPiece alone loses the spaces around punctuation.
         rejoin = type(backend.model).__name__ == "WordPiece"
+        # Counted in what the tokenizer itself writes for a pair.
         between = max(1, backend.encode("a", "b").ids[1:-1].count(ids["eos"]))
         return Tokenizer(
             backend,
@@ -386,6 +411,8 @@ class PretrainedTokenizer(TokenizerChoice):
 
         name = resolve(self.name_or_path)
         local = Path(name).expanduser().is_dir()
+        # Checked before transformers opens them: a placeholder of LFS would end in an error of its
+        # parser.
         if local:
             check_tokenizer_files(Path(name).expanduser())
         plain, revision = on_hub(name)
@@ -403,6 +430,7 @@ class PretrainedTokenizer(TokenizerChoice):
                 reason = "the hub cannot be reached and no copy is in the cache"
             remedy = "load it once with network access, or give a folder with tokenizer.json"
             raise DataError(f"tokenizer {name}: {reason}; {remedy}") from error
+        # Slow tokenizers are Python code of transformers, which TextReader can't rename pieces in.
         backend = getattr(found, "backend_tokenizer", None)
         if backend is None:
             raise DataError(f"tokenizer {name}: has no tokenizer.json (fast) form")
@@ -413,6 +441,7 @@ class PretrainedTokenizer(TokenizerChoice):
 def rejoin_marks(text: str) -> str:
     """Reattach punctuation after pieces were joined by spaces: "¿ Qué ?" -> "¿Qué?". Rule-based,
     so not always right; only bpe restores the text exactly."""
+    # The order matters: apostrophes of contractions go before those at the end of a word.
     text = re.sub(r"([¿¡(\[{«]) ", r"\1", text)
     text = re.sub(r" ([.,;:!?…)\]}»%])", r"\1", text)
     text = re.sub(r"(\w) (['’]) (s|t|re|ve|ll|d|m)\b", r"\1\2\3", text)  # don ' t
@@ -443,6 +472,8 @@ def begins_word(piece: str, continuation: str | None, byte_level: bool) -> bool:
     if continuation is not None:
         inside = piece.startswith(continuation)
         return not inside or begins_unspaced(piece.removeprefix(continuation).encode())
+    # Added tokens are written as they are, so one of them may have letters outside of the
+    # alphabet.
     if byte_level and all(sign in BYTE_OF for sign in piece):
         is_marked = piece.startswith("Ġ")
         text = bytes(BYTE_OF[sign] for sign in piece)
@@ -460,9 +491,12 @@ def begins_unspaced(text: bytes) -> bool:
     num_bytes = max(1, 8 - (~text[0] & 0xFF).bit_length())  # as many as ones lead the first byte
     missing = num_bytes - len(text[:num_bytes])
     lowest, highest = (
+        # A piece of a byte-level tokenizer may end inside a character: the bytes that are missing
+        # lie between these two.
         (text[:num_bytes] + filler * missing).decode(errors="replace")[0]
         for filler in (b"\x80", b"\xbf")
     )
+    # A vowel sign of Thai belongs to the letter before it.
     if not missing and unicodedata.category(lowest).startswith("M"):
         return False
     return bool(UNSPACED.match(lowest) and UNSPACED.match(highest))

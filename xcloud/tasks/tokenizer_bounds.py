@@ -33,6 +33,7 @@ _QUANTIFIER = re.compile(r"[*+]|\{\d+,\d*\}")
 def check_growth(content: Mapping[str, Any]) -> None:
     """Raise DataError for a tokenizer that could make a text many times as long, before it cuts it
     or when it writes it, or whose patterns could take long."""
+    # Factors multiply, as each step works on what the one before has made.
     grown = 1
     for step in ("normalizer", "pre_tokenizer", "decoder"):
         for factor in _factors(content.get(step)):
@@ -45,6 +46,7 @@ def check_growth(content: Mapping[str, Any]) -> None:
             f"memory; at most {MAX_GROWTH:,} are taken"
         )
     _check_normalizers(content.get("normalizer"))
+    # A piece may be longer than any text that was encoded: decoding writes it for each of its ids.
     longest = max(map(len, _pieces(content)), default=0)
     if longest > MAX_PIECE:
         raise DataError(
@@ -59,6 +61,7 @@ def _factors(step: Any) -> Iterator[int]:
     if isinstance(step, dict):
         pattern = step.get("pattern")
         replaced = step.get("content")
+        # A pattern stands only where something is replaced or split.
         if isinstance(pattern, dict):
             if "Regex" in pattern:
                 _check_pattern(str(pattern["Regex"]))
@@ -66,11 +69,14 @@ def _factors(step: Any) -> Iterator[int]:
                 # A regular expression may match between any two characters.
                 text = str(pattern.get("String", ""))
                 yield len(replaced) + 1 if text == "" else max(1, len(replaced) // len(text))
+        # The key stands in some files without the type.
         if step.get("type") == "Precompiled" or "precompiled_charsmap" in step:
             yield _charsmap_factor(step.get("precompiled_charsmap"))
+        # Texts that a step writes in front of a text, or in place of a space.
         for name in ("prepend", "replacement", "prefix", "suffix"):
             if isinstance(step.get(name), str):
                 yield max(1, len(step[name]))
+        # Steps nest: a Sequence has others in a list under any key.
         for part in step.values():
             yield from _factors(part)
     elif isinstance(step, list):
@@ -85,6 +91,7 @@ def _charsmap_factor(given: Any) -> int:
         return 1
     try:
         data = base64.b64decode(given if isinstance(given, str) else bytes(given))
+        # Little-endian, as SentencePiece writes it.
         (size,) = struct.unpack_from("<I", data)
     except (ValueError, TypeError, struct.error, binascii.Error):
         raise DataError("this tokenizer has a precompiled_charsmap that cannot be read") from None
@@ -108,6 +115,8 @@ def _template_factors(step: Any) -> Iterator[int]:
                     f"this tokenizer adds {len(template):,} pieces to a text; at most "
                     f"{MAX_TEMPLATE} are taken"
                 )
+            # The text itself may stand several times in a template; pieces beside it are bounded
+            # by their number.
             texts = [
                 str(part) for part in template if isinstance(part, dict) and "Sequence" in part
             ]
@@ -116,6 +125,7 @@ def _template_factors(step: Any) -> Iterator[int]:
     if isinstance(special, dict):
         for one in special.values():
             ids = one.get("ids") if isinstance(one, dict) else None
+            # A special token may stand for several ids.
             if isinstance(ids, list) and len(ids) > MAX_TEMPLATE:
                 raise DataError(
                     f"this tokenizer has a special token of {len(ids):,} ids; at most "
@@ -132,6 +142,7 @@ def _check_normalizers(step: Any) -> None:
             f"this tokenizer has a normalizer {step.get('type')!r:.50}, of which it is not known "
             f"how long it makes a text; those known are {', '.join(sorted(NORMALIZERS))}"
         )
+    # Each of a Sequence is looked at, as one that is not known may hide among them.
     for part in step.get("normalizers") or ():
         _check_normalizers(part)
 
@@ -139,6 +150,7 @@ def _check_normalizers(step: Any) -> None:
 def _pieces(content: Mapping[str, Any]) -> Iterator[str]:
     """Yield the texts that an id may stand for."""
     for token in content.get("added_tokens") or ():
+        # A form that is not expected has no text here; what builds the tokenizer refuses it.
         yield str(token.get("content", "")) if isinstance(token, dict) else ""
     model = content.get("model")
     if not isinstance(model, dict):
@@ -149,6 +161,7 @@ def _pieces(content: Mapping[str, Any]) -> Iterator[str]:
     if isinstance(vocabulary, dict):
         yield from vocabulary
     elif isinstance(vocabulary, list):
+        # Unigram has [piece, score].
         yield from (str(one[0]) for one in vocabulary if isinstance(one, list) and one)
 
 
@@ -160,6 +173,7 @@ def _check_pattern(pattern: str) -> None:
     place = 0
     while place < len(pattern):
         letter = pattern[place]
+        # A backslash takes the meaning of the next character, whatever that is.
         if letter == "\\":
             place += 2
             continue
@@ -172,6 +186,8 @@ def _check_pattern(pattern: str) -> None:
         elif letter == ")" and not is_in_set and opened:
             inside = pattern[opened.pop() + 1 : place]
             again = _QUANTIFIED_GROUP.match(pattern, place)
+            # (a+)+, (a|b)* and (a?b?)* can try exponentially many ways before they fail. "?"
+            # behind the opening is a kind of group, (?:, and no repetition.
             if again and (_QUANTIFIER.search(inside) or "|" in inside or "?" in inside[1:]):
                 raise DataError(
                     f"this tokenizer has a pattern that may take long: {pattern!r:.100} repeats "

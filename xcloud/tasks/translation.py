@@ -78,6 +78,7 @@ class Translation(TextTask):
 
     def check_tables(self, tables: SplitTables) -> None:
         for table in (table for parts in tables.tables.values() for table in parts[""]):
+            # A line pair has the sides that lie here, and says itself which one is missing.
             if not set(table.columns()) <= {self.source, self.target}:  # no line pair
                 check_columns(table, wanted=[*self._columns.values()], keys=KEYS)
 
@@ -107,10 +108,12 @@ class Translation(TextTask):
         corpus = self.arrange(
             tables,
             rows_of=lambda table: read(table, wanted=wanted, keys=KEYS),
+            # Columns by language are read where none was chosen; neither is news to the user.
             used=lambda table: (*self._columns.values(), self.source, self.target),
         )
         further = {}
         remarks = []
+        # Only sides that this rank sees: further texts are as private as the pairs.
         for key in sorted(wanted):
             further[key] = tables.further.get(getattr(self, key), ())
             if (path := getattr(self, f"{key}_monolingual_file")) is not None:
@@ -120,6 +123,8 @@ class Translation(TextTask):
 
     def _further_texts(self, key: str, path: str, corpus: Corpus) -> tuple[list[str], str]:
         splits: tuple[DataSplit, ...] = ("dev", "test")
+        # Read off the visible side alone. Kept in training, a text of dev or test would raise its
+        # score.
         scored = {text for split in splits for text in corpus.splits[split].texts[key]}
         lines = [line.strip() for line in read_lines(Path(path).expanduser())]
         texts = [line for line in lines if line and line not in scored]
@@ -159,6 +164,7 @@ class TranslationText(Tokenized):
         return TranslationText(tokenizers=found, max_length=max_length)
 
     def table(self, key: str, texts: Sequence[str]) -> TokenTable:
+        # A side is a single text: bos, tokens, eos.
         return PairTable.encoded(self.tokenizer(key), sides=[texts], most=self._max_length).tokens
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -173,9 +179,11 @@ class TranslationData(View[Translation], TranslationText):
         choices: dict[str, TokenizerChoice]
         choices = {key: getattr(task, f"{key}_tokenizer") for key in FIELDS if key in fields}
         cache_dir = in_project(task.cache_dir)
+        # A tokenizer sees what training sees and nothing of dev and test.
         tokenizers = {
             k: one.prepare(learnable(corpus, key=k), cache_dir) for k, one in choices.items()
         }
+        # View's constructor has other arguments, so both are called by name.
         TranslationText.__init__(self, tokenizers, task.max_length)
         texts = {key: {s: corpus.splits[s].texts[key] for s in SPLITS} for key in tokenizers}
         self._tables = {
@@ -195,11 +203,13 @@ class TranslationData(View[Translation], TranslationText):
         """Return the token ids of a side of the training pairs, and of further texts."""
         self.tokenizer(field)
         tables = self._tables[field]["train"], self._further[field]
+        # Without bos and eos: backbones are pretrained on sentences alone.
         return [row[1:-1] for table in tables for row in table]
 
     def weight(self, ids: Tensor) -> float:
         """Target tokens to predict in these training samples: T without bos and padding."""
         self.tokenizer("target")
+        # Every token but bos is predicted, eos too.
         return float((self._tables["target"]["train"].lengths(ids) - 1).sum())
 
     def score(self, split: DataSplit, predictions: dict[int, list[int]]) -> Scores:
@@ -212,6 +222,7 @@ class TranslationData(View[Translation], TranslationText):
         }
         values = {}
         errors = {}
+        # Sorted by sample above, so predictions and references stand in the same order.
         outputs, wanted = zip(*map(dict.values, samples.values()), strict=True)
         for name, metric in _metrics(self._task.language).items():
             values[name], errors[name], sentences = _score(
@@ -238,11 +249,14 @@ def _score(
 ) -> tuple[float, float, list[tuple[float, list[int]]]]:
     """A metric of sacreBLEU, its error, and of each sentence the metric with the counts whose sums
     give it. In the steps of corpus_score and of sacreBLEU's own bootstrap, which is slower."""
+    # Private functions of sacreBLEU: counts of each sentence, of which the corpus's score is made.
+    # Its public ones give only the sum.
     counts = metric._extract_corpus_statistics(outputs, [references])
     score = metric._compute_score_from_stats
     table_NC = np.array(counts, np.float64)
 
     def measure(drawn_N: Vector) -> float:
+        # A resample weighs the counts of each sentence by how often it was drawn.
         return float(score(np.einsum("n,nc->c", drawn_N, table_NC)).score)
 
     sentences = [(score(own).score, own) for own in counts]
@@ -290,6 +304,7 @@ class DemoPairs(Demo):
 
     def __post_init__(self) -> None:
         least = self.num_dev + self.num_test + 1
+        # A further text belongs to a pair of its own, of which one side is used.
         most = NUM_ROWS["pairs"] - 2 * self.num_monolingual
         if not least <= self.num_pairs <= most:
             raise ConfigError(
@@ -311,6 +326,7 @@ class DemoPairs(Demo):
 
     def find(self, form: Form) -> SplitTables:
         self.check_source(form)
+        # Pairs first, so that more further texts change none of them.
         num = self.num_pairs
         extra = self.num_monolingual
         every = pairs(num + 2 * extra)

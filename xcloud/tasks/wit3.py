@@ -56,8 +56,10 @@ class Wit3(InFolder):
     def find(self, form: Form) -> SplitTables:
         top, (a, b) = Path(self.where(form)), form.languages
         names = (f"{a}-{b}", f"{b}-{a}")
+        # Both orders of the pair occur, and `path` may be the folder itself or the one above it.
         for folder, pair in [(place, name) for name in names for place in (top, top / name)]:
             sides = {side: folder / f"train.tags.{pair}.{side}" for side in (a, b)}
+            # One side is enough: a cloud may hold only the language that it sees.
             if train := {side: path for side, path in sides.items() if path.exists()}:
                 break
         else:
@@ -73,6 +75,7 @@ class Wit3(InFolder):
                 ]
             }
         }
+        # An empty list leaves a split to be held out of train.
         chosen: dict[DataSplit, Sequence[str]] = {"dev": self.dev, "test": self.test}
         for split, sets in chosen.items():
             if sets:
@@ -84,6 +87,7 @@ def _set(folder: Path, name: str, pair: str) -> TextFile:
     """Return a set with the sides that are there."""
     paths: dict[str, Path] = {}
     for side in pair.split("-"):
+        # The release's year is part of the name, so it is left open.
         files = sorted(folder.glob(f"IWSLT*.{name}.{pair}.{side}.xml"))
         if len(files) > 1:
             several = f"several files for the set {name}: {listed(p.name for p in files)}"
@@ -103,6 +107,7 @@ def _untagged(path: Path) -> Iterator[str]:
 
 
 def _segments(path: Path) -> list[str]:
+    # A segment may reach over a line's end, so the file is read whole.
     texts = [_clean(text) for text in SEGMENT.findall("\n".join(read_lines(path)))]
     if not texts:
         raise DataError(f"{path}: no <seg id=…> text </seg> in it")
@@ -110,4 +115,5 @@ def _segments(path: Path) -> list[str]:
 
 
 def _clean(text: str) -> str:
+    # Entities of the .xml stand in train.tags, too. Runs of spaces are one, on both sides alike.
     return " ".join(unescape(text, QUOTES).split())
