@@ -50,6 +50,8 @@ class Waker:
     """Ends another thread's wait on a connection."""
 
     def __init__(self) -> None:
+        # The wait is a poll on a socket of TLS, which no condition or event of Python can end. A
+        # second descriptor in the same poll can.
         self._heard, self._said = socket.socketpair()
         self._heard.setblocking(False)
         self._said.setblocking(False)
@@ -94,6 +96,8 @@ class Connection:
         self._poll = select.poll()
         self._poll.register(waker, select.POLLIN)
         self._heard_at_s = time.monotonic()
+        # Two clocks: silence counts from the first unanswered byte, not from the last one, or a
+        # sender that keeps writing would never notice a dead line.
         self._asked_at_s = self._heard_at_s  # when something was first said since then
         self.spoke_at_s = self._heard_at_s
 
@@ -130,6 +134,7 @@ class Connection:
         Raises OSError or LineDown where the connection has ended.
         """
         try:
+            # A write may be wanted here too: TLS 1.3 answers an update of keys by itself.
             num_bytes = self._tls.recv_into(place)
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return 0
@@ -170,15 +175,22 @@ class Connection:
             raise LineDown("it was made again")
         if limit_s is None:
             limit_s = SILENT_S
+        # A full inbox stops reading, and then the peer's silence is our doing. The clock is set
+        # forward, so that it does not count as a cut once reading goes on.
         if not reading:
             self._heard_at_s = time.monotonic()
         if silent_s >= limit_s:
             raise LineDown(f"silent for {limit_s:g} s")
+        # The system knows sooner than SILENT_S: it has sent the same bytes again in vain. This is
+        # how a changed address of the peer is found within two seconds. A slow line alone does not
+        # come here, since its acknowledgements of TCP do arrive.
         if silent_s >= UNANSWERED_S and num_retries(self._tls) >= NUM_RETRIES:
             raise LineDown(f"no answer for {UNANSWERED_S:g} s")
         wanted = select.POLLIN if reading else 0
         if self._unsent:
             wanted |= select.POLLOUT
+        # Registered anew each time, as what is wanted of the socket changes. The wait is cut into
+        # quarters of a second, since `has_ended` may change without a call of `wake`.
         self._poll.register(self._tls, wanted)
         self._poll.poll(1000 * min(timeout_s, limit_s - silent_s, _WAKE_EVERY_S))
         self._waker.clear()
@@ -203,6 +215,7 @@ def num_sent(connection: socket.socket) -> int | None:
     (4.19), which says so."""
     if not hasattr(socket, "TCP_INFO"):
         return None
+    # tcpi_bytes_sent counts what was sent again too. An older kernel returns a shorter struct.
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SENT_AT + _SENT.size)
     if len(info) < _SENT_AT + _SENT.size:
         return None
@@ -299,9 +312,6 @@ class Connections:
         self._lacks_since_s: float | None = None
         self._heard_at_s = time.monotonic()
 
-    def start(self) -> None:
-        self._start(0)
-
     @property
     def silent_s(self) -> float:
         """The seconds since something came over any connection."""
@@ -333,13 +343,18 @@ class Connections:
         """How many connections there should be, as far as that is known."""
         return max(1, self._of)
 
-    def _start(self, number: int) -> None:
-        """Raises OSError or RuntimeError where the system has no room for another one."""
+    def start(self, number: int = 0) -> None:
+        """Start a thread for one connection. The others follow once the first is made, as the rank
+        that dials chooses their number then.
+
+        Raises OSError or RuntimeError where the system has no room for another one.
+        """
         waker = Waker()
         thread = threading.Thread(
             target=self._run, args=(number, waker), name=f"{self._name.line} {number}", daemon=True
         )
         with self._lock:
+            # Entered before the thread begins, since it takes itself out again when it ends.
             self._wakers[number] = waker
             self._threads[number] = thread
         try:
@@ -355,7 +370,9 @@ class Connections:
                 if number in self._threads or self._stop.is_set():
                     continue
             try:
-                self._start(number)
+                self.start(number)
+            # A stream works with fewer connections, only slower. So this is said, and tried again
+            # about once a second by a connection that is there (`has_ended` in `_carried`).
             except (OSError, RuntimeError) as error:  # no descriptor or thread is left
                 self._lacks_since_s = time.monotonic()
                 self._state.lacks(
@@ -367,6 +384,7 @@ class Connections:
 
     def _let_go(self, number: int, waker: Waker) -> None:
         with self._lock:
+            # A connection of this number may have been started again meanwhile; that one stays.
             if self._wakers.get(number) is waker:
                 del self._wakers[number]
                 if not self._stop.is_set():  # else `join` asks for it
@@ -386,6 +404,7 @@ class Connections:
             self._end.fail(LinkClosed(f"{self._name} broke: {error!r}"))
             self.stop()
         finally:
+            # A listener must not hand a connection to a thread that is gone.
             self._way.leave(self._hello(number))
             self._let_go(number, waker)
 
@@ -396,6 +415,8 @@ class Connections:
         pause_s = _FIRST_PAUSE_S
         while not self._stop.is_set() and number < self._num:
             wanted = self._hello(number)
+            # Counted from the beginning of an attempt: one that took long is followed at once by
+            # the next, one that failed at once (nobody listens) waits.
             begun_s = time.monotonic()
             try:
                 made = self._way.connect(
@@ -412,7 +433,11 @@ class Connections:
             else:
                 reason_of_end = self._carried(made, number=number, wanted=wanted, waker=waker)
                 if reason_of_end is None:
+                    # The stream has ended as agreed, so its other connections end, too.
                     return self.stop()
+                # A connection that carried nothing counts as a failed attempt, however well it
+                # greeted: behind too small an MTU greetings pass and data never do, which was
+                # dialled for ever.
                 has_carried = self._stop.is_set() or self.course.ended(number, reason_of_end)
             if has_carried:
                 pause_s = _FIRST_PAUSE_S
@@ -424,6 +449,8 @@ class Connections:
         """Use a connection until it ends. Return why, or None once the stream has ended."""
 
         def has_ended() -> bool:
+            # Asked about four times a second by the thread that waits on this connection, so the
+            # missing ones need no thread of their own to be tried again.
             since_s = self._lacks_since_s
             if since_s is not None and time.monotonic() - since_s > _LACK_EVERY_S:
                 self._start_missing()
@@ -437,6 +464,8 @@ class Connections:
         try:
             if made.round_trip_s is not None:
                 self._state.round_trip_s = made.round_trip_s
+            # The rank that dials chose the number from the round trip, and may choose another one
+            # as long as nothing was carried.
             if not self.course.has_carried:
                 self._of = made.of
             heard()
@@ -450,6 +479,7 @@ class Connections:
         except OSError as error:
             return in_words(error)
         finally:
+            # Asked before the socket closes. The outbox tells by it which bytes never left here.
             sent_bytes = num_sent(made.tls)
             connection.close()
             self._end.cut(number, sent_bytes)

@@ -111,13 +111,18 @@ class Door:
     def _run(self) -> None:
         listening = self._listening.fileno()
         while not self._is_closed:
+            # One thread serves all who have said nothing, so that a thousand of them cost a
+            # thousand descriptors at most and no thread.
             for descriptor, _ in self._poll.poll(1000 * _LOOK_EVERY_S):
                 if descriptor == listening:
                     self._accept()
                 elif (caller := self._waiting.get(descriptor)) is not None:
                     self._look(caller)
             self._let_in()
-            self._refuse_late()
+            now_s = time.monotonic()
+            for caller in [*self._waiting.values()]:
+                if not caller.is_ready and now_s - caller.since_s > FIRST_BYTES_S:
+                    self._refuse(caller, why="no answer" if caller.num_bytes else CROWDED)
         for caller in [*self._waiting.values()]:
             self._forget(caller).close()
 
@@ -144,6 +149,7 @@ class Door:
     def _look(self, caller: _Caller) -> None:
         """See how a connection begins, without taking anything of it."""
         try:
+            # Peeked at, since Python's TLS reads the handshake from the socket itself.
             start = caller.plain.recv(_RECORD.size + _MAX_RECORD_BYTES, socket.MSG_PEEK)
         except BlockingIOError:
             return
@@ -159,6 +165,8 @@ class Door:
                 return self._refuse(caller, why="what came is no TLS")
             wanted += length
         if len(start) < wanted:
+            # The poll would return at once for what was peeked at and is still there. With this
+            # mark it waits for the whole record.
             caller.plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
             return
         if name_in(start[_RECORD.size : wanted]) != self._label:
@@ -173,8 +181,12 @@ class Door:
                 self._make_room()
                 return
             plain = self._forget(caller)
+            # TLS reads any number of bytes again.
             plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
             try:
+                # A second descriptor: `_make_room` shuts the connection down by it, while the
+                # thread of the handshake may close its own at any time and the system give the
+                # number to another one.
                 handshake = _Handshake(plain.dup(), is_known=self._is_known(caller.host))
             except OSError as error:  # no descriptor is left
                 self._on_refused(f"{caller.host}: {in_words(error)}")
@@ -201,6 +213,7 @@ class Door:
         with self._lock:
             late = [one for one in self._handshakes if one.since_s < long_s]
             if late:
+                # Of two that took too long the one from an address without a peer goes first.
                 ends = min(late, key=lambda one: (one.is_known, one.since_s))
                 ends.since_s = time.monotonic()  # its thread takes a moment
                 with suppress(OSError):
@@ -216,12 +229,6 @@ class Door:
         with self._lock:
             self._handshakes.remove(handshake)
             handshake.twin.close()
-
-    def _refuse_late(self) -> None:
-        now_s = time.monotonic()
-        for caller in [*self._waiting.values()]:
-            if not caller.is_ready and now_s - caller.since_s > FIRST_BYTES_S:
-                self._refuse(caller, why="no answer" if caller.num_bytes else CROWDED)
 
     def _refuse(self, caller: _Caller, why: str) -> None:
         self._forget(caller).close()

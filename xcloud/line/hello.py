@@ -88,6 +88,7 @@ def encode_hello(hello: Hello) -> bytes:
         stream.receiver, hello.expected, hello.run,
     )  # fmt: skip
     for text in (stream.sender_cloud, stream.receiver_cloud, stream.line):
+        # Cut to what a length byte can say, so that it is the next check that fails, in words.
         name = text.encode()
         data += struct.pack("<B", min(len(name), _MAX_REST)) + name
     if len(data) > _MAX_REST:
@@ -109,6 +110,7 @@ def decode_hello(data: bytes, sender: str) -> Hello | HelloRefusal:
     Raises FrameError naming `sender` for anything but what encode_hello and encode_refusal make.
     """
     try:
+        # Both forms come at the same place, as the answer to a greeting.
         if data[:4] == _REFUSAL_MAGIC:
             _, version, reason = _REFUSAL.unpack(data)
             _check_version(version, sender=sender)
@@ -131,6 +133,7 @@ def decode_hello(data: bytes, sender: str) -> Hello | HelloRefusal:
             raise ValueError(f"{len(data) - at} bytes follow its end")
         if not all(name and name.isprintable() for name in names):
             raise ValueError("a name cannot be printed")
+        # A peer decides with this how many threads this rank starts.
         if not connection < of <= MAX_CONNECTIONS:
             raise ValueError(f"it is connection {connection} of {of}")
     except (struct.error, ValueError, IndexError) as error:  # UnicodeDecodeError is a ValueError
@@ -145,6 +148,7 @@ def read_hello(connection: socket.socket, sender: str) -> Hello | HelloRefusal:
     """Read a greeting or refusal. Raises FrameError for anything else, TimeoutError for one that
     takes longer than HELLO_S, OSError where the connection ends."""
     until_s = time.monotonic() + HELLO_S
+    # One deadline for both reads: a peer that sends a byte now and then gains nothing by it.
     [length] = _read(connection, num_bytes=1, until_s=until_s)
     return decode_hello(_read(connection, num_bytes=length, until_s=until_s), sender=sender)
 

@@ -94,6 +94,7 @@ class LineKeys:
     def cloud_of(self, der: bytes) -> str | None:
         """Return the cloud whose certificate this is; None for a stranger's."""
         for cloud, certificates in self.peers.items():
+            # The whole certificate and not its name: anybody can make one with the same name.
             if any(known.der == der for known in certificates):
                 return cloud
         return None
@@ -115,6 +116,7 @@ def make_key(cloud: str, folder: Path, valid_for: timedelta = VALID_FOR) -> Cert
         raise ConfigError(f"there is no folder {folder}")
     key_file, pem_file = _files_of(cloud, folder=folder)
     for file in (key_file, pem_file):
+        # lexists: a link that leads nowhere yet would be written through.
         if os.path.lexists(file):
             raise ConfigError(f"{file} is there already; move it away to make another")
 
@@ -136,6 +138,7 @@ def make_key(cloud: str, folder: Path, valid_for: timedelta = VALID_FOR) -> Cert
     secret = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
+    # The key first: a certificate without its key would be given away and never work.
     _write_new(key_file, data=secret, mode=0o600)
     _write_new(pem_file, data=signed.public_bytes(serialization.Encoding.PEM), mode=0o644)
     return Certificate(signed.public_bytes(serialization.Encoding.DER))
@@ -156,6 +159,8 @@ def read_certificate(file: Path) -> Certificate:
         )
         if not has_curve or len(names) != 1 or names[0].oid != NameOID.COMMON_NAME:
             raise ValueError("it is not one that `xcloud keys new` makes")
+        # Self-signed, and may issue nothing: each certificate is trusted for itself, so one that
+        # could issue others would let its owner name further clouds.
         found.verify_directly_issued_by(found)
         if found.extensions.get_extension_for_class(x509.BasicConstraints).value.ca:
             raise ValueError("it may issue others, and no authority is trusted here")
@@ -294,6 +299,7 @@ def _certificate_of(cloud: str, file: Path, own: Certificate | None = None) -> C
     except ConfigError as error:
         raise ConfigError(f"{whose}: {error}") from None
     now = datetime.now(UTC)
+    # A copy of the own file in the place of the peer's: this cloud would then talk to itself.
     if own is not None and own.public_key.public_numbers() == found.public_key.public_numbers():
         raise ConfigError(f"{whose}, {file}, has this cloud's own key: ask its owner for theirs")
     if found.cloud != cloud:
@@ -338,5 +344,6 @@ def _content_of(file: Path) -> bytes:
 def _write_new(file: Path, data: bytes, mode: int) -> None:
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     with os.fdopen(descriptor, "wb") as opened:
+        # The mode of `open` is cut by the umask.
         os.fchmod(descriptor, mode)
         opened.write(data)

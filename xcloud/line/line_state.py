@@ -49,6 +49,8 @@ class LineState:
     def down_s(self) -> float | None:
         """For how many seconds the line has been down; None while it is not."""
         with self._lock:
+            # One line has several streams (control, norms, activations); the first that fell
+            # counts.
             since_s = min(self._down.values(), default=None)
         return None if since_s is None else time.monotonic() - since_s
 
@@ -82,11 +84,14 @@ class LineState:
                 self.num_outages += 1
                 self._outage_since_s = since_s
             self._down[stream] = since_s
+            # A cut that is mended within two seconds by dialling again is no news.
             is_news = self._since_s is None and now_s - since_s > _SPEAK_AFTER_S
             if is_news:
                 self._since_s = since_s
         if is_news:
             left = human_duration(until_s - now_s)
+            # Said outside the lock: `say` writes to a log and a terminal, and other threads ask
+            # `down_s`.
             self._say(f"the line to {self.peer_name} is down ({reason}); dialling for {left}")
 
     def waits(self, reason: str) -> None:
@@ -113,6 +118,7 @@ class LineState:
             if was_down and not self._down:
                 self.outage_s += now_s - self._outage_since_s
             since_s = self._since_s
+            # Another stream still carries nothing, or nobody was told that the line was down.
             if self._down or since_s is None:
                 return
             self._since_s = None
@@ -167,10 +173,12 @@ class Course:
 
     def carries(self, number: int) -> None:
         """Note that data pass over a connection."""
+        # Called for each piece, so the usual case takes no lock.
         if number in self._carrying:
             return
         with self._lock:
             self._carrying.add(number)
+            # In a row: one connection that carries shows that long packets do pass.
             self._num_empty = 0
             self.has_carried = True
         self._state.came_back(self._stream)
@@ -185,8 +193,11 @@ class Course:
             self._carrying.discard(number)
             if not has_carried:
                 self._num_empty += 1
+            # The outage begins with this cut, however long the connection was up before.
             elif not self._carrying:
                 self._since_s = time.monotonic()
+        # All messages have been carried in the other case, so that the end of a connection is what
+        # both sides want and no cut.
         if self._linger_until_s is None:
             if has_carried:
                 self._state.was_cut()
@@ -204,9 +215,12 @@ class Course:
                 return False  # the others carry on
             since_s = self._since_s
         now_s = time.monotonic()
+        # Nobody is waited for any more, except a sender that may not know that all has come.
         if self._linger_until_s is not None:
             return now_s > self._linger_until_s
         who = self._state.peer_name
+        # Before the first greeting the limit is that of joining. After it the limit is
+        # `reconnect_s`, since the peer's process was there.
         if not self._has_met:
             if now_s - since_s > self._first_within_s:
                 raise LinkTimeout(

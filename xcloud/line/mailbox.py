@@ -128,6 +128,8 @@ class ObjectStore:
             self._is_local = isinstance(self._fs, LocalFileSystem)
             if self._is_local and not os.path.isdir(self._root):
                 raise FileNotFoundError("there is no such folder")
+            # A key that may read and not write would be noticed only at the first message
+            # otherwise.
             if writes:
                 probe = f"probe-{secrets.token_hex(8)}"
                 self._put(probe, b"xcloud")
@@ -153,6 +155,9 @@ class ObjectStore:
 
         def read() -> bytes | None:
             try:
+                # By name: s3fs takes a version where other stores take the first byte. One byte
+                # more than is allowed is read, so that a longer object is noticed and never read
+                # as a whole.
                 data: bytes = self._fs.cat_file(f"{self._root}/{name}", start=0, end=max_bytes + 1)
                 return data
             except FileNotFoundError:
@@ -168,6 +173,7 @@ class ObjectStore:
         return {
             str(one["name"]).rsplit("/", 1)[-1]: int(str(one["size"]))
             for one in listed
+            # A link in a shared folder could lead to a file of this machine.
             if one["type"] == "file" and not one.get("islink")
         }
 
@@ -197,6 +203,7 @@ class ObjectStore:
             with open(unfinished, "xb") as file:  # "x" follows no link that somebody has left
                 for part in parts:
                     file.write(part)
+            # The receiver lists by the final name, so it never sees half an object.
             os.replace(unfinished, path)
         except BaseException:
             with contextlib.suppress(OSError):  # what a full disk holds of it makes it fuller
@@ -210,6 +217,8 @@ class ObjectStore:
             try:
                 return call()
             except Exception as error:
+                # Whatever a store's library raises may pass: 503 and 429, a lost connection, a
+                # full disk.
                 if self.over.wait(pause_s):
                     raise LinkClosed("this rank has ended") from error
                 if time.monotonic() - since_s > self._patience_s:
@@ -222,6 +231,7 @@ class ObjectStore:
         if isinstance(error, ConnectionError | TimeoutError):
             return unreached
         try:
+            # The root can be listed if only this object is at fault.
             self._list("")
         except Exception:
             return unreached
@@ -250,6 +260,8 @@ class Arrivals:
         self._num_taken = dict[str, int]()  # by the name of a link's objects without the number
         self._failure: LinkError | None = None
         self._changed = threading.Condition()
+        # One thread for all links of a rank: a listing costs a request, and covers the whole
+        # folder.
         threading.Thread(target=self._run, name="mailbox", daemon=True).start()
 
     def wait(self, name: str, timeout_s: float | None = None) -> int | None:
@@ -292,10 +304,14 @@ class Arrivals:
         seen = set[str]()
         try:
             while not self.store.over.wait(pause_s):
+                # The notes of the rendezvous (mailbox_lines.py): the only sign of a rank that was
+                # killed before it had sent a heartbeat and has been started again.
                 if time.monotonic() >= check_at_s:
                     self._check()
                     check_at_s = time.monotonic() + _CHECK_EVERY_S
                 with self._changed:
+                    # Copied before the listing: what is taken while the store answers may stand in
+                    # it rightly.
                     num_taken = dict(self._num_taken)
                 sizes = self.store.sizes(self._folder)
                 if sizes.keys() - seen:
@@ -304,6 +320,9 @@ class Arrivals:
                 with self._changed:
                     self._sizes = sizes
                     self._changed.notify_all()
+                # A put that was made and not confirmed is made again by the sender, perhaps after
+                # its object was taken. Nobody would ever delete it, and four of these filled a
+                # window for good.
                 for name in sizes:
                     match = _NAME.fullmatch(name)
                     if match and int(match[2]) < num_taken.get(match[1], 0):  # written again
@@ -315,6 +334,7 @@ class Arrivals:
                 self._failure = error
                 self._changed.notify_all()
             if not self.store.over.is_set():
+                # Outside the lock, as it may end the process.
                 self._on_lost(error)
 
 
@@ -436,11 +456,15 @@ class MailboxOutLink(SendingEnd):
         try:
             while True:
                 key, sequence, frame, queued_at_s = self._queue.get()
+                # What waits here is counted by the bytes of frames that lie in the mailbox and by
+                # their number, as a listing grows with it.
                 self._await_room(frame.numel())
                 seal_frame(frame, deliver_at_s=-time.monotonic())
                 self.record.sending(
                     key, sequence=sequence, num_bytes=frame.numel(), queued_at_s=queued_at_s
                 )
+                # Each object is sealed for its own number, so the store's owner cannot swap two of
+                # them.
                 sealed = box.seal(sequence, data=frame.numpy().data, keys=keys)
                 del frame  # a message is held twice at most: here, or where a store copies it
                 box.store.put(box.path(sequence), data=sealed)
@@ -465,6 +489,7 @@ class MailboxOutLink(SendingEnd):
         while self._untaken and (
             len(self._untaken) >= MAX_OBJECTS or sum(self._untaken.values()) > room_bytes
         ):
+            # The receiver deletes what it has taken, so a listing is its acknowledgement.
             there = self._box.store.sizes(folder)
             for number in [n for n in self._untaken if self._box.name(n) not in there]:
                 del self._untaken[number]
@@ -511,6 +536,8 @@ class MailboxInLink(ReceivingEnd):
                 frame = self._open(torch.frombuffer(data, dtype=torch.uint8))
                 if frame.key.kind is not Kind.CLOSE:
                     self._deliver(frame)
+                # After the frame was handed on: a rank that is killed in between reads nothing
+                # twice, as its next attempt has other names.
                 self._arrivals.delete(box.name(number))
                 if frame.key.kind is Kind.CLOSE:
                     return self._leave()
@@ -540,6 +567,8 @@ def take(arrivals: Arrivals, box: LinkBox, number: int, keys: BoxKeys, max_bytes
         if sealed is not None:
             return box.open(number, sealed, keys, max_bytes)
         now_s = time.monotonic()
+        # A listing may be older than a deletion, or an object not readable yet. It is read once
+        # for each listing: reading in a loop took 183 requests in 10 s, this takes 56.
         missing_since_s = missing_since_s or now_s
         if now_s - missing_since_s > MISSING_S:
             raise LinkClosed(

@@ -124,6 +124,8 @@ class MailboxRendezvous:
         else:
             begin = self._answer(mine, waiting)
         self._begin = begin
+        # All ranks read the same "begin", so all get the same attempt, which nobody could know
+        # before: every rank has put a fresh number into it.
         attempt = hashlib.sha256(encode_note(begin)).hexdigest()[:32]
         found = [
             self._certificate(rank, fingerprint=entry.fingerprint)
@@ -152,6 +154,8 @@ class MailboxRendezvous:
             self._leave(rank, note=offer)
         entries = {0: mine}
         while True:
+            # Everybody has answered at the same time once this loop ends, with the number that
+            # rank 0 drew just now. Old notes hold another one and count for nothing.
             for rank in others:  # those that have answered too: a rank may have been restarted
                 answer = self._answer_of(rank)
                 if answer is not None and answer.offer == mine.number:
@@ -172,6 +176,9 @@ class MailboxRendezvous:
         while True:
             note = self._read(0, max_entries=place.num_ranks)
             if note is not None:
+                # "begin" holds for this rank only if it names the number that it has just drawn.
+                # Else it is of an attempt before, and answering it shows rank 0 that this rank has
+                # begun again.
                 is_whole = len(note.entries) == place.num_ranks
                 if note.kind is NoteKind.BEGIN and is_whole and note.entries[place.rank] == mine:
                     return note
@@ -194,6 +201,7 @@ class MailboxRendezvous:
 
     def _leave(self, rank: int, note: Note) -> None:
         body = encode_note(note)
+        # Signed with the place at which it lies, so that no note is valid at another one.
         signature = sign(self._signed(self._place.rank, receiver=rank, body=body), key=self._key)
         path = self._path(self._place.rank, receiver=rank)
         self._store.put(path, data=bytes([len(signature)]) + signature + body)
@@ -203,6 +211,7 @@ class MailboxRendezvous:
 
         Raises FrameError for anything that its cloud has not signed.
         """
+        # The store may hand out anything, so no more is read than an honest note has.
         most = 1 + 255 + 1 + _NUMBER_BYTES + max_entries * _ENTRY_BYTES
         data = self._store.get(self._path(rank, receiver=self._place.rank), max_bytes=most)
         if not data:
@@ -283,6 +292,8 @@ class MailboxLines:
         self._attempt, self._certificates = rendezvous.hold(say)
         folder = folder_of(place.run, receiver=(place.cloud_of(place.rank), place.rank))
         self._arrivals = Arrivals(self._store, folder, check=rendezvous.check, on_lost=on_lost)
+        # What has come for this attempt stays: a rank may have met the others later than they
+        # sent.
         self._arrivals.clean(self._attempt)
         self._outs: list[MailboxOutLink] = []
         self._incoming: list[MailboxInLink] = []

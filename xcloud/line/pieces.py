@@ -135,6 +135,8 @@ class Outbox:
                 )
             self._num_acknowledged[number] = 0
             self._acknowledged_bytes[number] = 0
+            # Frames that the receiver has, though the acknowledgement was lost with the old
+            # connection.
             for frame in range(self._first, expected):
                 self._kept[frame].num_acknowledged = len(self._kept[frame].data)
             self._release()
@@ -145,18 +147,34 @@ class Outbox:
 
         sent_bytes: number of bytes that the system has sent over it; None if that is not known.
         """
+        crossed_bytes = sys.maxsize
         with self._lock:
-            self._give_back(number, sent_bytes=sent_bytes)
+            if sent_bytes is not None:
+                # What the system sent is headers and pieces in this order. Only what had left the
+                # machine counts as sent again; the rest never crossed the line.
+                crossed_bytes = sent_bytes - self._acknowledged_bytes[number]
+            for piece in self._sent[number]:
+                crossed_bytes -= HEADER.size
+                crossed = min(piece.num_bytes, max(0, crossed_bytes))
+                crossed_bytes -= piece.num_bytes
+                if piece.num_bytes and piece.frame in self._kept:
+                    heapq.heappush(self._returned, piece._replace(crossed_bytes=crossed))
+            self._sent[number].clear()
 
     def take(self, number: int) -> tuple[Piece, memoryview, int] | None:
         """Return a piece to be sent over this connection now, its bytes, and the bytes of its
         frame; None if there is none, or enough is under way."""
         with self._lock:
+            # What a lost connection had under way goes first, the oldest frame before all: the
+            # receiver delivers in order, so everything behind it waits. A frame that was
+            # acknowledged meanwhile (the receiver's next greeting said so) is dropped here.
             while self._returned:
                 piece = heapq.heappop(self._returned)
                 if piece.frame in self._kept:
                     self._sent_again(piece.crossed_bytes)
                     return self._sends(number, piece=piece)
+            # Frames are cut in turn: a new one begins once all pieces of the last one are given
+            # out.
             last = self._kept.get(self._next - 1)
             if last is None or last.num_begun == last.num_pieces:
                 if (last := self._begin_frame()) is None:
@@ -186,6 +204,8 @@ class Outbox:
         num_answers = 0
         is_moving = False
         with self._lock:
+            # An acknowledgement is one number, the count of pieces of this connection. What it
+            # covers follows from the order in which this end sent them.
             sent = self._sent[number]
             before = self._num_acknowledged[number]
             if not before <= num_pieces <= before + len(sent):
@@ -201,6 +221,8 @@ class Outbox:
                 self._acknowledged_bytes[number] += HEADER.size + piece.num_bytes
                 if not piece.num_bytes:
                     num_answers += 1
+                    # Of a question only: the answer to a piece waits until the whole piece has
+                    # crossed.
                     self.round_trip_s = now_s - piece.asked_at_s
                 elif (kept := self._kept.get(piece.frame)) is not None:
                     kept.num_acknowledged += piece.num_bytes
@@ -212,11 +234,13 @@ class Outbox:
 
     def _begin_frame(self) -> _Kept | None:
         if self._kept:
+            # A frame that is longer than the window is begun all the same if nothing else is kept.
             under_way = self._kept_bytes - self._kept[self._first].num_acknowledged
             if under_way >= self._max_bytes or len(self._kept) >= MAX_OPEN_FRAMES:
                 return None
         if (frame := self._next_frame()) is None:
             return None
+        # A view of the frame: it is kept once, in the buffer in which it was encoded.
         kept = _Kept(memoryview(cast(bytes, frame.numpy())))
         self._kept[self._next] = kept
         self._next += 1
@@ -232,20 +256,9 @@ class Outbox:
         offset = piece.number * PIECE_BYTES
         return piece, data[offset : offset + piece.num_bytes], len(data)
 
-    def _give_back(self, number: int, sent_bytes: int | None) -> None:
-        crossed_bytes = sys.maxsize
-        if sent_bytes is not None:
-            crossed_bytes = sent_bytes - self._acknowledged_bytes[number]
-        for piece in self._sent[number]:
-            crossed_bytes -= HEADER.size
-            crossed = min(piece.num_bytes, max(0, crossed_bytes))
-            crossed_bytes -= piece.num_bytes
-            if piece.num_bytes and piece.frame in self._kept:
-                heapq.heappush(self._returned, piece._replace(crossed_bytes=crossed))
-        self._sent[number].clear()
-
     def _release(self) -> None:
         while (kept := self._kept.get(self._first)) is not None:
+            # Only from the oldest on, since a receiver that greets again names one number.
             if kept.num_acknowledged < len(kept.data):
                 break
             del self._kept[self._first]
@@ -266,10 +279,12 @@ class Outbox:
             self.bytes_per_s = self._busy_bytes / max(
                 took_s / 2, took_s - (self.round_trip_s or 0)
             )
+        # An idle line says nothing of its bandwidth, so the time begins anew with the next frame.
         if is_over:
             self._busy_since_s = None
             self._busy_bytes = 0
         elif took_s >= _MEASURE_S:
+            # What is acknowledged next left a round trip ago.
             self._busy_since_s = now_s - (self.round_trip_s or 0)
             self._busy_bytes = 0
 
@@ -293,7 +308,7 @@ class Assembly:
     """
 
     def __init__(
-        self, capacity_bytes: int, max_bytes: int, deliver: Callable[[Tensor], None]
+        self, capacity_bytes: int, max_bytes: int, deliver: Callable[[Tensor], object]
     ) -> None:
         self._capacity_bytes = capacity_bytes
         self._max_bytes = max_bytes
@@ -319,8 +334,13 @@ class Assembly:
         if num_bytes <= 0:
             raise FrameError(f"frame {frame} has {frame_bytes:,} bytes and no piece {number:,}")
         with self._lock:
+            # It came over a connection that was cut before the answer was through. Its bytes are
+            # read into a place that nobody looks at, since the connection carries on behind them.
             if frame < self.expected:
                 return memoryview(bytearray(num_bytes))
+            # This bound and the next one are against a peer with a valid key: without them it
+            # could open frames of the largest size, one byte each, until the memory of this rank
+            # is full.
             if frame >= self.expected + MAX_OPEN_FRAMES:
                 raise FrameError(
                     f"frame {frame} begins before frame {self.expected} has come; at most "
@@ -349,6 +369,8 @@ class Assembly:
                 return
             found.arrived.add(number)
             found.missing_bytes -= _bytes_of_piece(number, frame_bytes=len(found.data))
+            # Several connections finish frames in any order; they are handed on in the order of
+            # numbers.
             while (whole := self._open.get(self.expected)) is not None:
                 if whole.missing_bytes:
                     break

@@ -33,6 +33,7 @@ class PinnedTls:
         self.label = label
         everyone = [one for peer in keys.peers.values() for one in peer]
         self._accepting = self._context(ssl.PROTOCOL_TLS_SERVER, certificates=everyone)
+        # No session is resumed here: each connection shows both certificates.
         self._accepting.num_tickets = 0
         self._dialling = {
             cloud: self._context(ssl.PROTOCOL_TLS_CLIENT, certificates=certificates)
@@ -58,6 +59,7 @@ class PinnedTls:
     ) -> ssl.SSLContext:
         context = ssl.SSLContext(protocol)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
+        # Names mean nothing here: `_shake_hands` looks the peer's certificate up in the policy.
         context.check_hostname = False
         context.verify_mode = ssl.CERT_REQUIRED
         # PARTIAL_CHAIN: each certificate is trusted itself, also one of two with the same name.
@@ -85,6 +87,8 @@ class PinnedTls:
             raise LineDown(f"{peer}: {in_words(error)}") from None
         try:
             tls.do_handshake()
+            # OpenSSL has proved the key and the dates by now. Which of the known certificates it
+            # is decides who the peer is, so one peer cannot dial in the name of another.
             cloud = self._keys.cloud_of(tls.getpeercert(binary_form=True) or b"")
             if cloud is None or (label is not None and cloud != peer):
                 raise LineDown(f"{peer} shows a certificate that is not its own in `peers`")
@@ -124,6 +128,8 @@ def in_words(error: OSError) -> str:
     if isinstance(error, ssl.SSLError):
         reason = error.reason or "no reason given"
         if "ALERT" in reason and ("CERT" in reason or "UNKNOWN_CA" in reason):
+            # The peer's view, which came as an alert: its policy lacks the certificate of this
+            # cloud.
             words = reason.lower().partition("alert_")[2].replace("_", " ")
             return (
                 f"it does not accept the certificate of this cloud ({words}): has its owner the "

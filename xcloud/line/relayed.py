@@ -73,6 +73,7 @@ def rooms_of(keys: LineKeys, cloud: str, label: str) -> tuple[bytes, ...]:
     own = read_key(keys.key_file)
     return tuple(
         hmac.digest(
+            # The same secret comes out at both ends, from the own key and the other's certificate.
             own.exchange(ec.ECDH(), certificate.public_key),
             b"xcloud relay room " + label.encode(),
             hashlib.sha256,
@@ -99,6 +100,7 @@ def enter(
     plain: socket.socket | None = None
     try:
         plain = socket.create_connection(relay, timeout=CONNECT_S)
+        # Holds for each byte: a relay that says "." every 15 s keeps a listener waiting for ever.
         plain.settimeout(within_s)
         if on_waiting is not None:
             on_waiting(plain)
@@ -113,6 +115,7 @@ def enter(
     except BaseException as error:
         if plain is not None:
             plain.close()
+        # The relay has taken the connection, so it is the other rank that is not there.
         if plain is not None and isinstance(error, TimeoutError) and side is Side.DIALS:
             raise LineDown(f"nobody waits at {where}") from None
         if isinstance(error, OSError):
@@ -137,6 +140,7 @@ class RelayDoor:
         self._waiting = set[socket.socket]()
         self._lock = threading.Lock()
         for number, room in enumerate(meeting.rooms):
+            # A connection that was met is used up, so a thread waits for each that may come next.
             for spare in range(NUM_SPARES):
                 name = f"relay {number}.{spare}"
                 threading.Thread(target=self._run, args=(room,), name=name, daemon=True).start()
@@ -160,6 +164,7 @@ class RelayDoor:
                     self._waiting.add(plain)
                 held.append(plain)
                 self.trouble = None
+                # `close` may have run between the loop's look and this entry in `_waiting`.
                 if self._is_closed.is_set():
                     plain.shutdown(socket.SHUT_RDWR)
 

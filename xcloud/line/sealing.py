@@ -50,6 +50,8 @@ def seal_parts(
 ) -> tuple[bytes, bytes]:
     """Return a sealed message as `seal` does, in two parts: its head, and the long rest."""
     bound = _bound(context, receiver=receiver)
+    # Encrypt, then sign: a receiver rejects a stranger's message before it decrypts anything. Base
+    # mode, as HPKE's authenticated mode is not in the library (decision 33).
     body = _HPKE.encrypt(data, receiver.public_key, info=bound)
     signature = sender.sign(_digest(b"xcloud sealed 2", bound, body), _ECDSA)
     return _MAGIC + bytes([len(signature)]) + signature, body
@@ -71,6 +73,7 @@ def open_sealed(
             f"a message of {sender.cloud} was sealed by an earlier release of xcloud: run one "
             "release in all clouds"
         )
+    # A view, so that the body of up to 2 GB is not copied.
     body_at = start + view[start - 1] if len(view) >= start else start
     if view[: len(_MAGIC)] != _MAGIC or len(view) < body_at + _POINT_BYTES + _TAG_BYTES:
         raise SealError(f"{len(view)} bytes that {sender.cloud} should have sealed are not")

@@ -154,9 +154,11 @@ class Dialler:
         self._attempts.check(self._cloud)
         plain = self._dialled()
         tune(plain, is_bulk=is_bulk)
+        # A TLS 1.3 handshake takes the dialler one round trip; the TCP connection is made by then.
         started_s = time.monotonic()
         tls = self._tls.dial(plain, cloud=self._cloud)
         round_trip_s = time.monotonic() - started_s
+        # 0: the first connection of the stream. Only this end knows a round trip, so it chooses.
         of = wanted.of or (num_connections(round_trip_s) if is_bulk else 1)
         said = wanted._replace(of=of, known=self._attempts.of(self._cloud))
         try:
@@ -164,21 +166,26 @@ class Dialler:
             tls.sendall(encode_hello(said))
             answer = read_hello(tls, sender=self._cloud)
             if isinstance(answer, HelloRefusal):
-                self._refused(answer)
-            elif (answer.stream, answer.run, answer.connection, answer.of, answer.known) != (
+                if answer is HelloRefusal.EARLIER_ATTEMPT:
+                    # The other cloud has begun again and has lost what it knew of this attempt.
+                    # All links to it end, whichever of its ranks says so first.
+                    self._attempts.note_again(self._cloud)
+                    raise LinkClosed(f"{self._cloud} refuses this rank: {answer.text}")
+                raise LineDown(f"{self._cloud}: {answer.text}")
+            # The right certificate alone is not enough: an answer for another stream, run or
+            # attempt is none to this greeting.
+            if (answer.stream, answer.run, answer.connection, answer.of, answer.known) != (
                 said.stream, said.run, said.connection, said.of, said.attempt
             ):  # fmt: skip
                 raise FrameError(f"{self._cloud} answers {said.stream} as {answer.stream}")
-            else:
-                self._attempts.note(self._cloud, answer.attempt)
-                return Connected(tls, of, answer.expected, round_trip_s=round_trip_s)
+            self._attempts.note(self._cloud, answer.attempt)
+            return Connected(tls, of, answer.expected, round_trip_s=round_trip_s)
         except OSError as error:
             tls.close()
             raise LineDown(f"{self._cloud}: {in_words(error)}") from None
         except BaseException:
             tls.close()
             raise
-        raise AssertionError("a refusal raises")
 
     def has_come_again(self, wanted: Hello) -> bool:
         return False
@@ -197,12 +204,6 @@ class Dialler:
             assert not isinstance(self._address, Meeting), "a meeting raises LineDown"
             host, port = self._address
             raise LineDown(f"{self._cloud} at {host}:{port}: {in_words(error)}") from None
-
-    def _refused(self, reason: HelloRefusal) -> None:
-        if reason is HelloRefusal.EARLIER_ATTEMPT:
-            self._attempts.note_again(self._cloud)
-            raise LinkClosed(f"{self._cloud} refuses this rank: {reason.text}")
-        raise LineDown(f"{self._cloud}: {reason.text}")
 
 
 class Listener:
@@ -279,6 +280,8 @@ class Listener:
         peer = stream.receiver_cloud if here else stream.sender_cloud
         with self._changed:
             self._awaited[key] = wake
+            # Runs in the thread of one connection of a stream. It is woken by `_hand_over`, in the
+            # thread that greets whoever dialled.
             self._changed.wait_for(
                 lambda: key in self._arrived or self._attempts.has_begun_again(peer), timeout_s
             )
@@ -288,10 +291,13 @@ class Listener:
                 raise LineDown(f"{peer} has not dialled{trouble}")
             tls, hello = self._arrived.pop(key)
         try:
+            # Once pieces have crossed, what is under way is counted by connections.
             if is_fixed and wanted.of != hello.of:
                 raise FrameError(f"{peer} wants {hello.of} connections for {stream}")
             tune(tls, is_bulk=is_bulk)
             tls.settimeout(HELLO_S)
+            # This answer tells the dialler that both attempts know each other; it sends no piece
+            # before.
             tls.sendall(encode_hello(wanted._replace(of=hello.of, known=hello.attempt)))
         except OSError as error:
             tls.close()
@@ -315,6 +321,8 @@ class Listener:
         """Find out who has dialled, and what for."""
         try:
             tls, cloud = self._tls.accept(plain)
+            # An address that a peer with a valid certificate came from gives way last in a crowd.
+            # Bounded, as a peer may come from ever new addresses.
             if len(self._known) < _MAX_KNOWN:
                 self._known.add(host)
             try:
@@ -332,6 +340,8 @@ class Listener:
         if isinstance(hello, HelloRefusal):
             raise FrameError(f"{cloud} refuses what nobody asked")
         stream = hello.stream
+        # The certificate says which cloud dials; the greeting must be of a line between that cloud
+        # and this rank, or one owner could take the place of another.
         ends = [(stream.sender_cloud, stream.sender), (stream.receiver_cloud, stream.receiver)]
         if (self._cloud, self._rank) not in ends or cloud not in (ends[0][0], ends[1][0]):
             raise FrameError(
@@ -339,14 +349,18 @@ class Listener:
             )
         key = (stream, hello.connection)
         with self._changed:
+            # Under the lock, or a greeting that comes while this rank ends would leave a
+            # connection open on which the other side waits as long as this process lives.
             if self._is_closed:
                 raise LineDown(f"{cloud} has dialled rank {self._rank}, which has ended")
             reason = self._refusal_of(hello, cloud=cloud)
             if reason is None:
+                # It was dialled before, so its dialler has given it up.
                 if (earlier := self._arrived.pop(key, None)) is not None:
                     earlier[0].close()
                 self._arrived[key] = (tls, hello)
                 self._changed.notify_all()
+                # Ends the wait of the thread that still uses the connection before.
                 self._awaited[key]()
                 return
         tls.settimeout(HELLO_S)
@@ -358,9 +372,12 @@ class Listener:
     def _refusal_of(self, hello: Hello, cloud: str) -> HelloRefusal | None:
         if hello.run != self._run:
             return HelloRefusal.OTHER_RUN
+        # It knows an attempt of this cloud that has ended. 0: it has heard of none yet.
         if hello.known not in (0, self._attempt):
             return HelloRefusal.EARLIER_ATTEMPT
         is_awaited = (hello.stream, hello.connection) in self._awaited
+        # The attempt of a cloud becomes known by a greeting that this rank waits for, and by no
+        # other.
         if not is_awaited and not self._attempts.of(cloud):
             return HelloRefusal.NOT_YET
         try:
@@ -385,6 +402,7 @@ def stream_bytes(limit_bytes: int) -> float:
 def tune(connection: socket.socket, is_bulk: bool) -> None:
     """Prepare a connection: nothing waits to be joined, and little waits unsent in the kernel. One
     that may fill the line gets BBR, where the kernel has it."""
+    # Small pieces are joined by us (`_queue_pieces`).
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_NOTSENT_LOWAT"):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _NOT_SENT_BYTES)

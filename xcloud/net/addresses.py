@@ -46,6 +46,7 @@ def choose_interface(host: str) -> str:
     address = own_address(host)
     for name in interfaces:
         if address in _addresses(name):
+            # Gloo reads it when a device is made, in this process and in those that it starts.
             os.environ[INTERFACE_VARIABLE] = name
             break
     return address
@@ -58,6 +59,7 @@ def own_address(host: str) -> str:
         found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
         family, kind, protocol, _, address = found[0]
         with socket.socket(family, kind, protocol) as probe:
+            # A datagram socket only looks up the route.
             probe.connect(address)
             return str(probe.getsockname()[0])
     except OSError as error:
@@ -100,6 +102,8 @@ def store_at(host: str, port: int, serves: bool, within_s: float = JOIN_WITHIN_S
     """
     within = timedelta(seconds=within_s)
     try:
+        # torch's own server would listen on every address of the machine. Whoever reaches it may
+        # write.
         listening = _listen(host, port=port) if serves else None
         store = TCPStore(
             host, port, None, serves, within, wait_for_workers=False, master_listen_fd=listening

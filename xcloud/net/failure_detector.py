@@ -148,6 +148,8 @@ class FailureDetector:
                 f"{frame.key} of {self._name_of(peer)} must say for how many seconds no message "
                 f"has moved, got {moved.dtype} {tuple(moved.shape)}"
             )
+        # Any rank's heartbeat says when a message last moved there; rank 0's says it for all
+        # ranks. So a rank behind a slow transfer between two others does not call it overdue.
         self.progress.mark_moved(moved.item())
         if peer != 0:
             return
@@ -164,6 +166,8 @@ class FailureDetector:
             if age_s == _ENDED:
                 self._lose(Loss.ENDED, rank=rank)
             elif 0 <= age_s < float("inf"):
+                # Of ranks without a link to this one. Its own links may have heard that rank
+                # later; the record keeps the younger of both.
                 self.peers[rank].mark_alive(age_s)
                 if age_s > self.liveness.lost_after_s:
                     self._lose(Loss.SILENT, rank=rank)
@@ -192,6 +196,8 @@ class FailureDetector:
         return thread
 
     def _run(self, stop: threading.Event) -> None:
+        # Looked at every half second, while heartbeats go out every `interval_s`: the look also
+        # keeps `_now_s` going, which takes a longer gap for a stop of this process.
         beat_at_s = self._clock_s() + self.liveness.interval_s
         while not stop.wait(min(_LOOK_EVERY_S, self.liveness.interval_s)):
             if self.over.is_set():
@@ -237,6 +243,8 @@ class FailureDetector:
             now_s = self._clock_s()
             missed_s = now_s - self._looked_at_s
             self._looked_at_s = now_s
+            # A thread of this process looks twice a second, so it was stopped or its machine
+            # slept. It could not receive heartbeats meanwhile, whoever sent them.
             if missed_s > self.liveness.lost_after_s / 2:
                 self._stood_still_s += missed_s
             return now_s - self._stood_still_s
@@ -249,6 +257,7 @@ class FailureDetector:
         with self._lock:
             come = [w.peer for w in self._watches.values() if w.has_come and not w.is_over]
             silent = [rank for rank in come if self.peers[rank].is_silent]
+            # Only as long as ranks join: later nobody needs the store.
             if self._store.is_silent and not self._is_connected:
                 silent.append(STORE)
             silent = [rank for rank in silent if rank not in self._lost]
@@ -257,6 +266,7 @@ class FailureDetector:
 
     def _note_heard(self, rank: int) -> None:
         with self._lock:
+            # A rank that is heard again was only slow. A link that broke stays broken.
             if self._lost.get(rank) is Loss.SILENT:
                 del self._lost[rank]
 
@@ -278,6 +288,7 @@ class FailureDetector:
             self._greeted[peer] = watch
             if not self._runs:
                 self._start(threading.Event())
+        # A thread for each: making the link waits for the other side, as long as that takes.
         threading.Thread(target=self._greet, args=(watch, connect), daemon=True).start()
 
     def is_greeting(self, peer: int) -> bool:
@@ -333,9 +344,12 @@ class FailureDetector:
         """Stop, as this rank ends for a reason of its own. Tell the others of a loss it knows and
         give them a moment to end by what this rank has sent them before its links break."""
         self.over.set()
+        # Ranks without a link to the lost one learn of it from this heartbeat only.
         if self._rank == 0 and self._lost:
             self._beat()
         if self._watches:
+            # The others may be about to read why this rank ends. Under load one of them was ended
+            # by the loss within its second of grace, before it had read that.
             time.sleep(min(GRACE_S, 0.5))
 
     def _greet(self, watch: _Watch, connect: Connect) -> None:
@@ -369,6 +383,8 @@ class FailureDetector:
                 watch.has_come = True
                 for rank in watch.restarted:
                     self._lost.pop(rank, None)
+                # What was heard of the process before says nothing of the one that has come in its
+                # place.
                 self.peers[watch.peer].forget()
                 self._unreached.pop(watch.peer, None)
                 self._left.discard(watch.peer)
@@ -383,11 +399,13 @@ class FailureDetector:
             has_closed = watch.incoming is not None and watch.incoming.has_closed
             if has_closed:
                 self._left.add(watch.peer)
+        # A peer that breaks the rules is alive, so it is no loss that could pass.
         if isinstance(reason, FrameError):
             self.end(reason)
         elif has_closed:
             self._close(watch)
         elif is_current:
+            # gloo says it in its text only.
             is_late = any(sign in str(reason).lower() for sign in ("timed out", "timeout"))
             self._lose(Loss.SILENT if is_late else Loss.ENDED, rank=watch.peer)
 
@@ -402,11 +420,13 @@ class FailureDetector:
     def _lose(self, loss: Loss, rank: int) -> None:
         with self._lock:
             is_news = rank not in self._lost
+            # The first finding stays: a rank that was silent breaks its links later.
             self._lost.setdefault(rank, loss)
             if self._on_lost is None:
                 return
             is_needed = self._needs(frozenset(self._lost))
             error = self._loss_error()
+        # At once, not with the next heartbeat, as the others wait for this one's word.
         if is_news and self._rank == 0:
             self._beat()
         if is_needed:
@@ -414,6 +434,8 @@ class FailureDetector:
 
     def _loss_error(self) -> LinkError:
         """Build the error that names the lost ranks and what this rank was doing."""
+        # Ranks whose loss alone ends this one are named; where only several together do, all of
+        # them.
         named = [r for r in self._lost if self._needs(frozenset([r]))] or [*self._lost]
         names = " and ".join("the store" if r == STORE else self._name_of(r) for r in named)
         reasons = [self._unreached[rank] for rank in named if rank in self._unreached]

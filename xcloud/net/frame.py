@@ -201,6 +201,8 @@ def encode_frame(key: MessageKey, parts: tuple[Tensor, ...], sequence: int) -> T
     _bytes_of(frame)[:offset] = head
     for part, spec in zip(parts, specs, strict=True):
         place = frame[offset : offset + spec.num_bytes]
+        # The one copy: from whatever device and dtype, as bytes, into the frame that is sent. On a
+        # GPU the host waits here until the part has been computed (docs/decisions/0023).
         place.copy_(part.detach().contiguous().view(-1).view(torch.uint8))
         offset += spec.num_bytes
     return frame
@@ -265,6 +267,7 @@ def decode_frame(buffer: Tensor, sender: str) -> Frame:
             specs.append(TensorSpec(shape, dtype=_DTYPES[code]))
             offset += 2 + 4 * axes
         end = offset + payload
+        # Before anything is allocated: the sizes are the sender's word.
         if end > len(view) or payload != sum(spec.num_bytes for spec in specs):
             raise FrameError(f"a frame from {sender} promises {payload} bytes and holds others")
         if not math.isfinite(deliver_at):
@@ -283,6 +286,8 @@ def decode_frame(buffer: Tensor, sender: str) -> Frame:
     parts = []
     for spec in specs:
         place = buffer[offset : offset + spec.num_bytes]
+        # Copied out, as the buffer is received into again, and as offsets in a frame are not
+        # aligned to the parts' dtypes.
         part = message_buffer(spec.num_bytes).copy_(place)
         parts.append(part.view(spec.dtype).view(spec.shape))
         offset += spec.num_bytes

@@ -26,7 +26,7 @@ class GroupCollectives:
     annotations know few of its methods.)"""
 
     def __init__(self, join: Callable[[], Any], ranks: Sequence[int]) -> None:
-        self._joined = cache(join)
+        self._group = cache(join)
         self._ranks = list(ranks)
 
     @classmethod
@@ -40,15 +40,11 @@ class GroupCollectives:
         place = list(ranks).index(rank)
         return cls(lambda: dist.ProcessGroupGloo(store, place, len(ranks), timeout), ranks)
 
-    @property
-    def _group(self) -> Any:
-        return self._joined()
-
     def _over(self, values: Tensor) -> Any:
-        return self._group
+        return self._group()
 
     def barrier(self) -> None:
-        self._group.barrier().wait()
+        self._group().barrier().wait()
 
     def sum(self, values: Tensor) -> None:
         self.start_sum(values)()
@@ -84,24 +80,20 @@ class GlooCollectives(GroupCollectives):
     ) -> None:
         super().__init__(lambda: group, ranks)
         self._nccl = None
-        if device.type == "cuda" and self._has_a_gpu_each(device):
-            # Its own limit would end the process while a rank waits for another cloud.
-            self._nccl = dist.new_group(
-                dist.get_process_group_ranks(group),
-                timeout=FOREVER,
-                backend="nccl",
-                use_local_synchronization=True,
-            )
-
-    def _has_a_gpu_each(self, device: torch.device) -> bool:
-        """Return whether each rank has a GPU of its own. All of these ranks ask."""
-        places = self.gather(torch.tensor([machine_id(), device.index or 0]))
-        return len({tuple(place.tolist()) for place in places}) == len(places)
+        if device.type == "cuda":
+            # Over gloo, so that all ranks know of each other's GPU and decide alike.
+            places = self.gather(torch.tensor([machine_id(), device.index or 0]))
+            if len({tuple(place.tolist()) for place in places}) == len(places):
+                # Its own limit would end the process while a rank waits for another cloud.
+                self._nccl = dist.new_group(
+                    dist.get_process_group_ranks(group),
+                    timeout=FOREVER,
+                    backend="nccl",
+                    use_local_synchronization=True,
+                )
 
     def _over(self, values: Tensor) -> Any:
-        if self._nccl is not None and values.is_cuda:
-            return self._nccl
-        return self._group
+        return self._nccl if self._nccl is not None and values.is_cuda else self._group()
 
     def mesh(self, device: torch.device) -> DeviceMesh:
         """Return these ranks as torch shards over them: by gloo on CPUs, by NCCL on GPUs.
@@ -111,7 +103,7 @@ class GlooCollectives(GroupCollectives):
         from torch.distributed.device_mesh import DeviceMesh
 
         if device.type != "cuda":
-            return DeviceMesh.from_group(self._group, device.type)
+            return DeviceMesh.from_group(self._group(), device.type)
         if self._nccl is None:
             raise ConfigError(
                 f"ranks {self._ranks} share a stage out over NCCL, which needs a GPU for each, "
@@ -132,6 +124,8 @@ class OpenGroups:
 
     def join(self, ranks: Sequence[int]) -> Collectives | None:
         """Join ranks that end and begin together; over gloo on GPUs too."""
+        # Counted in ranks that are not in the group too: all make the same calls, so the number is
+        # the same in all and names the group's part of the store.
         self._num_groups += 1
         rendezvous = self.rendezvous
         key = tuple(ranks)
@@ -149,6 +143,8 @@ class OpenGroups:
         """See Transport."""
         store = self.rendezvous.store
         newest = {peer: count_of(store, name=f"beginnings.{peer}") for peer in ranks}
+        # Not before all have begun again: ends made with some would wait for old processes of
+        # others.
         if any(count <= self.times(peer) for peer, count in newest.items()):
             return False
         self._known |= newest

@@ -83,6 +83,8 @@ class GlooOutLink(SendingEnd):
             self._pair.join()
             while (item := self._queue.get()) is not None:
                 key, sequence, frame, queued_at_s = item
+                # As late as this: the line may be taken by other ranks until the message can
+                # really start.
                 slot = self._take_line(item)
                 if slot is None:
                     seal_frame(frame, deliver_at_s=-time.monotonic())
@@ -95,6 +97,9 @@ class GlooOutLink(SendingEnd):
                     settings.note_progress(key.kind, at_s=slot.deliver_at_s)
                 for start in range(0, frame.numel(), FRAGMENT_BYTES):
                     fragment = frame[start : start + FRAGMENT_BYTES]
+                    # Returns once the peer's machine has taken the fragment; a receive was posted
+                    # for it then. Tags number the fragments, so that gloo pairs the n-th one sent
+                    # with the n-th receive.
                     self._pair.isend(fragment, next(tags) % _TAGS).wait()
                     if slot is None:
                         settings.note_progress(key.kind)
@@ -145,6 +150,8 @@ class GlooInLink(ReceivingEnd):
                     for _, rest in posted:  # as many closes are sent as receives are posted
                         rest.wait()
                     return self._leave()
+                # The bytes are here already; the emulated line delivers them now
+                # (docs/decisions/0002).
                 if (wait_s := frame.deliver_at_s - time.monotonic()) > 0:
                     time.sleep(wait_s)
                 self._deliver(frame)
@@ -167,6 +174,8 @@ class GlooInLink(ReceivingEnd):
         spare = list[Tensor]()
         while True:
             while len(posted) < settings.window.num_posted:
+                # Buffers are used again, so that no more than num_posted + 1 of them are ever
+                # filled.
                 buffer = spare.pop() if spare else message_buffer(size)
                 posted.append((buffer, self._pair.irecv(buffer, tag=next(tags) % _TAGS)))
             buffer, work = posted.popleft()
@@ -187,6 +196,8 @@ class GlooInLink(ReceivingEnd):
                 f"{settings.capacity_bytes:,} were promised"
             )
         whole = message_buffer(num_bytes)
+        # A long message gets memory of its own, once its header has been read and its length
+        # checked.
         whole[: len(first)] = first
         for start in range(len(first), num_bytes, FRAGMENT_BYTES):
             settings.note_moving()
@@ -225,6 +236,7 @@ class GlooTransport(Transport):
     def __init__(self, rendezvous: Rendezvous, world: Sequence[int] | None = None) -> None:
         super().__init__(rendezvous)
         self._world = list(range(rendezvous.num_ranks) if world is None else world)
+        # Torch's own world cannot lose and regain ranks, so open ranks make groups by themselves.
         self._open = OpenGroups(rendezvous) if rendezvous.is_open else None
         if self._open is None and len(self._world) > 1 and not dist.is_initialized():
             dist.init_process_group(

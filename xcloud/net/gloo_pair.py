@@ -63,22 +63,20 @@ class GlooPair:
             if self._group is not None:
                 return
             try:
-                self._group = self._joined()
+                # A client of its own: whoever waits in a store keeps others of that client
+                # waiting.
+                own: Any = self._store.clone()  # type: ignore[attr-defined]
+                own.set_timeout(self._join_within)
+                gloo: Any = dist.ProcessGroupGloo
+                options = gloo._Options()
+                options._devices = [_device(self._line)]
+                options._threads = 2
+                options._timeout = self._join_within
+                self._group = gloo(PrefixStore(self._name, own), self._place, 2, options)
             except RuntimeError as error:
+                # Kept for the other end, which shares this pair and would wait once more.
                 self._failure = error
                 raise
-
-    def _joined(self) -> Any:
-        # A client of its own: whoever waits in a store keeps others of that client waiting.
-        own: Any = self._store.clone()  # type: ignore[attr-defined]
-        own.set_timeout(self._join_within)
-        gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
-        options._devices = [_device(self._line)]
-        options._threads = 2
-        options._timeout = self._join_within
-        store = PrefixStore(self._name, own)
-        return gloo(store, self._place, 2, options)
 
     def isend(self, frame: Tensor, tag: int) -> Transfer:
         return Transfer(self._group.send([frame], 1 - self._place, tag))

@@ -118,14 +118,6 @@ class _Entry:
     num_messages: int = 0
     num_bytes: int = 0
 
-    def described_parts(self) -> list[dict[str, Any]]:
-        parts = zip(self.carries, self.dtypes, self.sizes, strict=True)
-        return [
-            {"carries": carried, "dtype": dtype,
-             "shape": [low if low == high else f"{low}-{high}" for low, high in sizes]}
-            for carried, dtype, sizes in parts
-        ]  # fmt: skip
-
 
 @dataclass
 class LinkRecord:
@@ -166,9 +158,12 @@ class LinkRecord:
         """
         self.num_bytes[kind] += num_bytes
         self.num_messages[kind] += 1
+        # Inside a cloud nothing has left anybody's hands, so no record of contents is kept.
         if self.to is None:
             return
         dtypes = tuple(str(part.dtype).removeprefix("torch.") for part in parts)
+        # Thousands of messages differ only in the lengths of their texts, so a record holds
+        # ranges.
         key = (kind, tuple(carries), dtypes, tuple(part.dim() for part in parts))
         if (entry := self._entries.get(key)) is None:
             sizes = [[(size, size) for size in part.shape] for part in parts]
@@ -218,7 +213,16 @@ class LinkRecord:
                 "receiver": self.link.receiver,
                 "boundary": boundary,
                 "kind": kind.name.lower(),
-                "parts": entry.described_parts(),
+                "parts": [
+                    {
+                        "carries": carried,
+                        "dtype": dtype,
+                        "shape": [low if low == high else f"{low}-{high}" for low, high in sizes],
+                    }
+                    for carried, dtype, sizes in zip(
+                        entry.carries, entry.dtypes, entry.sizes, strict=True
+                    )
+                ],
                 "num_messages": entry.num_messages,
                 "num_bytes": entry.num_bytes,
             }
@@ -251,6 +255,7 @@ class PostedReceives:
         for the first messages, whose receives were posted at set-up."""
         if len(self._delivered_at_s) < (self._delivered_at_s.maxlen or 0):
             return 0.0
+        # The oldest of as many as there are receives: message k waits for that of k - w.
         delivered_at_s = self._delivered_at_s[0]
         return delivered_at_s + self._latency_at(delivered_at_s)
 
@@ -274,6 +279,8 @@ class Progress:
         self._lock = threading.Lock()
         self._heard_at_s = float("-inf")
         self._file: int | None = None
+        # One number, in a file that all ranks of the machine map where their lines are emulated: a
+        # rank may wait behind a message of two others, of which it hears nothing by itself.
         self._state: mmap.mmap | bytearray = bytearray(_MOMENT.pack(float("-inf")))
         if path is not None:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -332,6 +339,7 @@ class LinkClock:
         self._lock = threading.Lock()
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(self._file, fcntl.LOCK_EX)
+        # Whichever rank opens it first writes it, under the lock.
         if os.fstat(self._file).st_size < _STATE.size:
             os.write(self._file, _STATE.pack(time.monotonic(), 0.0, 0.0, 0))
         fcntl.flock(self._file, fcntl.LOCK_UN)
@@ -344,11 +352,15 @@ class LinkClock:
             try:
                 now = time.monotonic() if now_s is None else now_s
                 origin, free_at, last_arrival, messages = _STATE.unpack(self._state[:])
+                # The line carries messages in full, first come first served; this one begins when
+                # those before it are off the line, at whichever rank they began.
                 start = max(now, free_at)
                 sent_s = self.profile.sent_at(start - origin, num_bytes)
                 sent = origin + sent_s
                 jitter = jitter_share(messages)
                 arrival = sent + self.profile.latency_at(sent_s) + jitter * self.profile.jitter_s
+                # Neither jitter nor a latency that falls lets a message overtake the one before:
+                # TCP would not.
                 arrival = max(arrival, last_arrival)
                 self._state[:] = _STATE.pack(origin, sent, arrival, messages + 1)
             finally:

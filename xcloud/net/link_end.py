@@ -83,6 +83,8 @@ class ByteQueue(Generic[T]):
             room_bytes = (self.max_bytes if max_bytes is None else max_bytes) - num_bytes
 
             def fits() -> bool:
+                # An empty queue takes any item: one that is longer than the bound could never be
+                # sent else.
                 if not (num_bytes and self._num_bytes):
                     return True
                 return self._num_bytes <= room_bytes and len(self._items) < MAX_QUEUED
@@ -150,11 +152,9 @@ class EndSettings:
 
     def room_bytes(self, kind: Kind) -> int:
         """Return how far a message of this kind may fill a queue."""
-        window = self.window
-        is_evaluated = kind is Kind.EVALUATION
-        if is_evaluated:
-            return window.max_evaluation_bytes
-        return window.max_queued_bytes
+        if kind is Kind.EVALUATION:
+            return self.window.max_evaluation_bytes
+        return self.window.max_queued_bytes
 
     def note_progress(self, kind: Kind, at_s: float | None = None) -> None:
         """Note that a message of this kind has moved, or will be there at at_s."""
@@ -233,6 +233,7 @@ class SendingEnd(ABC):
 
     def say_alive(self, parts: Tensors = (), carries: Sequence[str] = ()) -> None:
         """Send a heartbeat if nothing else is waiting to be sent. Never blocks."""
+        # Somebody is sending, so the peer will receive something anyway.
         if not self._sending.acquire(blocking=False):
             return
         try:
@@ -270,10 +271,13 @@ class SendingEnd(ABC):
                 raise self._failure
             return queue.put(item, num_bytes=num_bytes, timeout_s=timeout_s, max_bytes=room_bytes)
 
+        # Tried without waiting first: `blocked` below has a price, and there is room nearly
+        # always.
         if put(0.0):
             return
         of_a_step = item.key.kind in OF_A_STEP
         progress = settings.progress if of_a_step else None
+        # In the main thread. Time spent here is the line's and not the stage's (StepClock).
         with settings.blocked():
             has_room = peer.wait(
                 put,
@@ -297,6 +301,8 @@ class SendingEnd(ABC):
                 f"promised at most {settings.capacity_bytes:,}"
             )
         queued_at_s = time.monotonic()
+        # Noted before it is carried, so that a message which a lost link never delivered still
+        # stands in the record of what may have left the cloud.
         self.record.note(key.kind, parts, carries, frame.numel())
         self._put(Outgoing(key, self._sequence, frame, queued_at_s=queued_at_s))
         self._sequence += 1
@@ -345,6 +351,8 @@ class ReceivingEnd:
         progress = self._settings.progress if key.kind in OF_A_STEP else None
         with peer.awaiting(key):
             in_step = not while_alive and key.kind is not Kind.EVALUATION
+            # The wait ends with a frame or with the reason why no more can come, which is in the
+            # inbox too.
             is_there = peer.wait(self._inbox.wait, overdue_s, in_step=in_step, progress=progress)
         if not is_there:
             waited_s = time.monotonic() - started_s
@@ -381,6 +389,7 @@ class ReceivingEnd:
         arrives_at_s = max(time.monotonic(), frame.deliver_at_s)
         settings.peer.mark_alive(time.monotonic() - arrives_at_s)
         settings.note_progress(frame.key.kind, at_s=arrives_at_s)
+        # A carrier that repeats or loses a frame would shift all that follow by one message.
         if frame.sequence != self._expected:
             raise FrameError(
                 f"message {frame.sequence} from {self.peer_name} came as number {self._expected}"
@@ -392,6 +401,8 @@ class ReceivingEnd:
     def _deliver(self, frame: Frame) -> None:
         self._settings.record.received(frame)
         try:
+            # In the carrier's thread. A handler that fails ends the link, not the thread: whoever
+            # reads from it gets the reason.
             self._handlers.get(frame.key.kind, self._keep)(frame)
         except LinkError:
             raise
@@ -414,6 +425,7 @@ class ReceivingEnd:
 
     def _end(self, reason: LinkError) -> None:
         self._inbox.put(reason, num_bytes=0)
+        # The inbox first: a reader that is woken by `on_end` finds the reason there.
         self._settings.on_end(reason)
         self._over.set()
 

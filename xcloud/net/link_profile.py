@@ -159,6 +159,7 @@ class LinkProfile(Wan, UnsteadyLine):
         """Return when the last byte is sent if the first is sent at start_s (seconds since the
         start)."""
         bits = 8.0 * line_bytes(num_bytes)
+        # Most lines are steady and need none of the loops of `last_bit_at`.
         if self._is_unsteady:
             return self.last_bit_at(start_s, bits)
         return start_s + bits / self.bandwidth_bits_per_s
@@ -258,6 +259,7 @@ class LinkWindow:
         deadlock. Posted receives stay within the budget, but there are at least MIN_POSTED; they
         cover num_ahead messages too, which keep a long line busy and which nobody needs.
         """
+        # Each posted receive may have a whole frame in its buffer.
         num_posted = min(max(num_under_way, num_ahead), budget_bytes // frame_bytes)
         return cls(
             max(MIN_POSTED, num_posted),

@@ -46,6 +46,8 @@ class Peer:
         now_s = self._now_s()
         with self._lock:
             self._heard_at_s = max(self._heard_at_s, now_s - max(0.0, age_s))
+            # On an emulated line a frame is here before it has arrived; then this lies in the
+            # future.
             self._arrives_at_s = max(self._arrives_at_s, now_s - age_s)
 
     def note_taken(self, arrives_at_s: float) -> None:
@@ -102,6 +104,8 @@ class Peer:
         patience_s = self.liveness.lost_after_s if self.silence_is_loss else overdue_s
         now_s = self._now_s()
         with self._lock:
+            # Whoever waits counts both clocks: what the peer's machine has taken is still on its
+            # way.
             last_at_s = max(self._heard_at_s, self._arrives_at_s)
         return max(patience_s - waited_s, last_at_s + self.liveness.lost_after_s - now_s)
 
@@ -123,7 +127,10 @@ class Peer:
                 since_s = min(waited_s, time.monotonic() - progress.moved_at_s)
             left_s = self.left_s(waited_s if self.silence_is_loss else since_s, overdue_s)
             if in_step:
+                # A live peer is no excuse inside a step: it may itself wait for a message that
+                # never comes.
                 left_s = min(left_s, overdue_s - since_s)
+            # A second at most, as heartbeats and other messages move the deadline meanwhile.
             if attempt(min(1.0, max(0.0, left_s))):
                 return True
             if left_s <= 0:

@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from xcloud.base.errors import ConfigError, LinkClosed, LinkTimeout
 from xcloud.base.units import human_duration
+from xcloud.net.link_end import ignore
 
 # Torch's limits end nothing here. Links have deadlines of their own; a rank that is stopped or cut
 # off while others wait for it in a collective is ended, or these are, by the launcher on one
@@ -132,18 +133,14 @@ class Waiting:
         time.sleep(look_every_s)
 
 
-def quiet(*reported: object) -> None:
-    """Say nothing."""
-
-
 def of_this_attempt(
     store: Store,
     rank: int,
     ranks: Sequence[int],
     within_s: float,
-    watch: Callable[[int, Store], None] = quiet,
+    watch: Callable[[int, Store], None] = ignore,
     name_of: Callable[[int], str] = "rank {}".format,
-    say: Callable[[str], None] = quiet,
+    say: Callable[[str], None] = ignore,
 ) -> Store:
     """Return a part of the store that no earlier attempt of `ranks` to begin together has used.
     Every one of them calls it.
@@ -170,17 +167,23 @@ def of_this_attempt(
     if store.check([ended_key(rank)]):
         store.set(ended_key(rank), "")  # of an earlier attempt
     if rank == first:
+        # A counter, as two beginnings of the first rank must not share a part: the old one's ranks
+        # may still write to theirs.
         part = f"attempt.{store.add('attempt.count', 1)}"
         store.set("attempt", part)
     else:
         missing = [first]
     while time.monotonic() < until_s:
         if rank == first:
+            # Polled instead of waited for: the first rank also looks for endings, and says for
+            # whom it waits. `check` does not keep other callers of this client waiting.
             for other in [r for r in missing if store.check([f"{part}.{r}"])]:
                 missing.remove(other)
                 names[other] = value_of(store, name=f"{part}.{other}")
                 watch(other, _line(store, part=part, name=names[other]))
             if not missing:
+                # The names are those of processes, so a rank that has signed in and died is not
+                # taken for the one that came in its place.
                 store.set(f"{part}.all", ",".join(names.values()))
                 return PrefixStore(part, store)
             for other in missing:
@@ -206,6 +209,8 @@ def of_this_attempt(
             elif current != part:
                 part = current
                 taken_s = None
+                # Signed in with a name of this process. An earlier one of this rank may have left
+                # its own.
                 store.set(f"{part}.{rank}", mine)
                 watch(first, _line(store, part=part, name=mine))
                 state = "not all ranks have come"

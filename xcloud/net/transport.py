@@ -45,6 +45,7 @@ def machine_id() -> int:
     Containers on one kernel are one machine. Without Linux's boot id all processes get the same
     number.
     """
+    # Not the host's name, which containers on one machine do not share.
     host = _BOOT_ID.read_text() if _BOOT_ID.exists() else "one host"
     return int(hashlib.sha256(host.encode()).hexdigest()[:15], 16)
 

@@ -88,6 +88,8 @@ class UnsteadyLine(ABC):
         start)."""
         now = start_s
         while True:
+            # A message may cross several entries of the trace and outages. Each turn sends what
+            # fits until the rate changes next.
             rate, until = self.rate_from(now)
             if rate > 0 and (bits <= rate * (until - now)):
                 return now + bits / rate
@@ -141,6 +143,7 @@ class UnsteadyLine(ABC):
         with _DRAWING:
             generator, drawn = self._outage_draws
             while not drawn or drawn[-1][0] <= now_s:
+                # Gaps count from the end of the outage before, so two never overlap.
                 end = sum(drawn[-1]) if drawn else 0.0
                 gap = generator.expovariate(1.0 / self.outage_every_s)
                 drawn.append((end + gap, self.outage_lasting_s))

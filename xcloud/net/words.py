@@ -213,6 +213,7 @@ class WordsToFirst:
 
     def _carried(self, call: Callable[[WordLine], str | None], name: str) -> str:
         try:
+            # At the first message, so that a rank which has nothing to say waits for nobody.
             if self._line is None:
                 self._line = self._join()
             return call(self._line) or ""
@@ -278,6 +279,8 @@ class WordsOfFirst:
                     beginning = count_of(store, name=f"beginnings.{rank}")
                 except RuntimeError:
                     return
+                # A rank that has died while its line was joined is awaited until _GREET_WITHIN_S
+                # is over.
                 is_awaited = rank in awaited and awaited[rank].is_alive()
                 if beginning > before and not is_awaited:
                     awaited[rank] = self._start(rank, beginning, _GREET_WITHIN_S)
@@ -309,6 +312,7 @@ class WordsOfFirst:
 
     def _serve(self, rank: int, beginning: int, line: WordLine) -> None:
         try:
+            # Until the rank begins again: from then on another thread serves it over its new line.
             while self._greeted[rank] == beginning:
                 message = line.receive()
                 if message.kind is WordKind.TELL:
@@ -326,6 +330,7 @@ class WordsOfFirst:
 
     def _keep(self, rank: int, message: ControlMessage) -> None:
         with self._changed:
+            # Bounded by number here and by length in `decode`: a rank fills no memory of rank 0.
             own = [name for teller, name in self._told if teller == rank]
             if message.name in own or len(own) >= MAX_WORDS:
                 raise FrameError(f"rank {rank} sent {message.name!r:.80} twice, or too much")

@@ -107,13 +107,18 @@ def agree(
     if rendezvous.is_open:
         compared = {*job.roster.saving}
     mine = {**mine, "held": {step: line[:MAX_LINE] for step, line in held.items()}}
+    # Who may be late or lost holds no checkpoint that the run could need. Rank 0 must not wait for
+    # it.
     if rank in compared:
         rendezvous.write("table", encode_table(mine))
     if rank == 0:
         found = _Comparison(job, rendezvous, mine, peers=compared - {0}).verdict(newest)
+        # The text quotes values of other ranks, and is printed on every owner's terminal.
         found = replace(found, text=_printable(found.text), attempt=time.time_ns())
         rendezvous.write("verdict", json.dumps(asdict(found)))
     elif rank not in compared:
+        # Rank 0 may have given its verdict hours ago, so this rank compares by itself and ends
+        # alone.
         own = _Comparison(job, rendezvous, mine, peers={0}).judge()
         if own.kind == "stop":
             raise ConfigError(own.text)
@@ -152,6 +157,8 @@ def agree_on(
     rendezvous.write(what, json.dumps(dict(facts)))
     theirs = facts
     others = range(0 if rendezvous.is_open else rendezvous.num_ranks)
+    # Rank 0 compares with all, and each with rank 0: so a difference ends both sides, each with
+    # the values in its own order. Where ranks begin at any time rank 0 waits for none.
     for peer in others[1:] if rendezvous.rank == 0 else [0]:
         theirs = decode_facts(rendezvous.read(what, peer), peer)
         unneeded = left_out.get(max(peer, rendezvous.rank), ())
@@ -179,6 +186,8 @@ def agree_where_shared(rendezvous: Rendezvous, facts: Mapping[str, str]) -> None
         theirs = decode_facts(rendezvous.read("shared", peer), peer)
         if any(first[name] != theirs[name] for name in first.keys() & theirs.keys()):
             odd[peer] = theirs
+        # The first rank that has a thing speaks for it, whichever rank that is: not every rank
+        # builds on every base or text.
         first = {**theirs, **first}
     rendezvous.write("what is shared", json.dumps(first))
     for peer, theirs in odd.items():
@@ -250,6 +259,8 @@ class _Comparison:
         if found.kind == "stop" or not any(held.values()):
             return found
         try:
+            # Chosen by rank 0 from what all hold: a save that one rank did not finish is not
+            # agreed on.
             step, note = newest(held, self._name_of)
         except ConfigError as error:
             return Verdict(kind="stop", text=str(error))
@@ -259,6 +270,8 @@ class _Comparison:
         """Return the answer as far as settings, code and facts decide it."""
         differing = {section: self._differing(section) for section in ("fact", "setting", "code")}
         if not (self._unread or any(differing.values())):
+            # Another build of torch may still draw the same random numbers, which is a fact and
+            # compared, so this is a note and no reason to stop.
             torches = self._values(
                 "info", key="torch", ranks=self._differing("info").get("torch", [])
             )
@@ -297,6 +310,7 @@ class _Comparison:
             theirs = table.get(section, {})
             for key in first.keys() | theirs.keys():
                 values = (first.get(key), theirs.get(key))
+                # A path stands for itself: owners keep their files where they like.
                 if values[0] != values[1] and PATH not in values:
                     found.setdefault(key, []).append(rank)
         return found
@@ -362,6 +376,8 @@ def table_of(compared: Mapping[str, str]) -> ComparedTable:
     compared: the settings (job/compared.py).
     """
     generator = torch.Generator().manual_seed(1)
+    # Batches and dropout follow from the seed in every cloud alone, so what counts is that the
+    # same seed draws the same numbers, not that releases of torch are the same.
     draws = torch.randperm(1000, generator=generator)
     return {
         "setting": compared,
@@ -378,6 +394,7 @@ def _code(compared: Mapping[str, str]) -> dict[str, str]:
     """Digest of every file of the package, and of each other module that a _target_ is of."""
     found = {f"xcloud/{file}": digest for file, digest in code_digests().items()}
     targets = {value.strip('"') for key, value in compared.items() if key.endswith("_target_")}
+    # A class of a user's own is code that trains too, so its file is compared as ours are.
     for name in sorted({target.rpartition(".")[0] for target in targets}):
         file = getattr(sys.modules.get(name), "__file__", None)
         if name.partition(".")[0] != "xcloud" and file and Path(file).is_file():

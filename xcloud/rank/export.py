@@ -90,6 +90,7 @@ def whole(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         gather = getattr(tensor, "full_tensor", None)
         full = tensor if gather is None else gather()
+        # Gathered in every rank of the stage, since it is a collective; copied in one.
         if keep:
             found[name] = full.detach().cpu().contiguous()
     return found

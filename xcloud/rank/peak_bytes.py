@@ -29,19 +29,18 @@ class PeakBytes(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        # What an operator is given was there before the block, or is counted already.
         self._known.update(_storages((args, kwargs)))
         given = func(*args, **(kwargs or {}))
         for storage in _storages(given):
-            self._note(storage)
+            if storage in self._known:  # an operator in place, or a view
+                continue
+            self._known.add(storage)
+            # The storage itself says when it is freed; tensors that share it come and go.
+            weakref.finalize(storage, self._gone, storage.nbytes())
+            self._held += storage.nbytes()
+            self.peak = max(self.peak, self._held)
         return given
-
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        if storage in self._known:
-            return
-        self._known.add(storage)
-        weakref.finalize(storage, self._gone, storage.nbytes())
-        self._held += storage.nbytes()
-        self.peak = max(self.peak, self._held)
 
     def _gone(self, num_bytes: int) -> None:
         self._held -= num_bytes

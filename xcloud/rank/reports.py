@@ -58,6 +58,7 @@ class TypicalStep(Hook):
             return
         step_s = [step.ended_at_s - step.started_at_s for step in steps]
         typical = steps[nearest_to_median([step.step for step in steps], step_s)].step
+        # One rank's clock decides, or the timeline would join spans of several steps.
         number = typical if self.control is None else self.control.barrier(number=typical)
         for step in steps:
             if step.step == number:
@@ -182,6 +183,7 @@ class MemoryMeter:
         return max(0, _status_bytes("VmRSS") - tensor_bytes)
 
     def describe(self, modules: Iterable[nn.Module], optimizer_bytes: int) -> dict[str, Any]:
+        # By identity: two stages of a rank may share a tied weight.
         tensors = {id(t): t for m in modules for t in (*m.parameters(), *m.buffers())}.values()
         found: dict[str, Any] = {
             "peak": _status_bytes("VmHWM"), "program": self.program_bytes
@@ -218,6 +220,8 @@ class WorkSpace:
             torch.cuda.reset_peak_memory_stats(self._device)
             self._before = torch.cuda.memory_allocated(self._device)
         else:
+            # On a GPU torch counts by itself; on the CPU every operator is watched, which is slow.
+            # That is why a work space is measured in one update of a trial and in no run.
             self._open.enter_context(self._made)
 
     def end(self) -> None:
@@ -226,6 +230,7 @@ class WorkSpace:
             grown = torch.cuda.max_memory_allocated(self._device) - self._before
         else:
             grown = self._made.peak
+        # Scratch tensors are kept from one product to the next, so they grew before `begin`.
         self.num_bytes = max(0, grown - self._activations.peak_bytes) + scratch_bytes()
 
 
@@ -277,6 +282,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(self._keep, lambda kept: getattr(kept, "tensor", kept))
 
     def _keep(self, tensor: Tensor) -> Tensor | _KeptTensor:
+        # A parameter is counted as a parameter, also where the backward keeps a view of it.
         whole = tensor if tensor._base is None else tensor._base
         if isinstance(whole, nn.Parameter):
             return tensor
@@ -291,6 +297,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         with self._lock:
             before = self._kept[address]
             self._kept[address] += count
+            # The first tensor of a memory block brings its bytes, the last one takes them away.
             if not before or not self._kept[address]:
                 self.num_bytes += count * num_bytes
                 self.peak_bytes = max(self.peak_bytes, self.num_bytes)
@@ -373,6 +380,7 @@ class GpuClock(StepClock):
     def settle(self) -> None:
         """Count the spans of the last step, in seconds of the host's clock. Waits for the
         device."""
+        # Once a step, behind its backward: events that have not happened have no time.
         torch.cuda.synchronize(self._device)
         spans = self._unread
         self._unread = []

@@ -33,7 +33,8 @@ from xcloud.net.addresses import (
 )
 from xcloud.net.failure_detector import Connect, FailureDetector
 from xcloud.net.gloo_link import heartbeat_link
-from xcloud.net.rendezvous import JOIN_WITHIN_S, count_of, of_this_attempt, quiet, value_of
+from xcloud.net.link_end import ignore
+from xcloud.net.rendezvous import JOIN_WITHIN_S, count_of, of_this_attempt, value_of
 from xcloud.net.transport import Rendezvous, rendezvous_store
 from xcloud.pipeline.exchange import digest
 from xcloud.pipeline.trainer import Trainer
@@ -54,8 +55,10 @@ def enter_late(
     from_step: step of the checkpoint from which all resume.
     """
     if rendezvous.rank not in job.roster.essential:
+        # From here on the launcher lets the run continue without this rank.
         ready_file(run_dir, rank=rendezvous.rank).touch()
     if rendezvous.beginning > 1 or from_step:
+        # The first cloud has gone on meanwhile. Its values and its number of updates hold.
         trainer.num_updates = trainer.exchange.resume(trainer.num_updates)
 
 
@@ -76,6 +79,8 @@ def rendezvous_at_any_time(job: Job, rank: int, run_dir: Path) -> Rendezvous:
         store = rendezvous_store(run_dir)
     else:
         store = server_store(rank, host, port, within_s=within_s)
+    # A counter, so that links with an earlier process of this rank are told from those with this
+    # one.
     beginning = int(store.add(f"beginnings.{rank}", 1))
     return Rendezvous(
         rank,
@@ -149,6 +154,7 @@ def store_of_machines(
 
     def connect(timeout_s: float) -> Store:
         store = store_at(host, port, serves=serves, within_s=timeout_s)
+        # gloo connects to ports of its own, which a firewall may close while the store is reached.
         detector.why_not = Doorbell(store, rank, address, place=f"{host}:{port}").why_not
         detector.ask(store)
         return store
@@ -198,6 +204,8 @@ class Doorbell:
             why = why_unreachable(host, port=int(port), within_s=_RING_WITHIN_S)
             if why is None:
                 return None
+            # A port of the process before is refused until this peer's new process has said its
+            # own.
             if "refused" not in why or time.monotonic() > until_s:
                 return unreachable(
                     why, store=self._place, here=self._address, there=f"{host}:{port}"
@@ -247,6 +255,7 @@ def watch(rendezvous: Rendezvous, detector: FailureDetector, layout: Layout) -> 
                 if beginning > before and not detector.is_greeting(rank):
                     greeted[rank] = beginning
                     part = heartbeats_of(store.clone(), rank, beginning)
+                    # The ranks of a cloud end together, so the others of it begin again, too.
                     cloud = layout.ranks_in(layout.cloud_of(rank))
                     connect = over_gloo(part, rank=rendezvous.rank, detector=detector)
                     detector.watch(rank, connect, restarted=cloud, at_once=False)
@@ -266,7 +275,7 @@ def attempt_of(
     watch: Callable[[int, Store], None],
     within_s: float,
     name_of: Callable[[int], str] = "rank {}".format,
-    say: Callable[[str], None] = quiet,
+    say: Callable[[str], None] = ignore,
 ) -> Store:
     """Return `of_this_attempt` of the store that `connect` finds in at most within_s seconds.
 

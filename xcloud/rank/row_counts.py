@@ -39,7 +39,13 @@ def load_or_be_told(job: PipelineJob, rendezvous: Rendezvous, own: Task | None =
             task=own,
         )
     theirs = agree_on("data", rendezvous, facts={}, left_out=left_out)
-    data = _with_sizes(task, sizes=_sizes_in(theirs)).load(frozenset(), job.seed)
+    found = {split: theirs.get(SAMPLES[split], "nothing") for split in SPLITS}
+    # Rank 0 may be another owner's: a number of 10^10 samples would fill the memory here.
+    if not all(text.isdecimal() and len(text) < 10 for text in found.values()):
+        raise FrameError(f"rank 0 sent {found} as the numbers of samples")
+    sizes = {split: int(text) for split, text in found.items()}
+    data = _with_sizes(task, sizes).load(frozenset(), job.seed)
+    # The sizes may be those of other settings of the task: what follows from both is compared too.
     compare_facts(
         {UNREAD: data.fingerprint()}, theirs={UNREAD: theirs.get(UNREAD, "nothing")}, peer=0
     )
@@ -54,10 +60,3 @@ def _unread(job: PipelineJob, data: TaskData) -> TaskData:
 
 def _with_sizes(task: Task, sizes: Mapping[DataSplit, int]) -> Task:
     return replace(task, sizes=sizes)  # type: ignore[type-var]
-
-
-def _sizes_in(facts: Mapping[str, str]) -> dict[DataSplit, int]:
-    found = {split: facts.get(SAMPLES[split], "nothing") for split in SPLITS}
-    if not all(text.isdecimal() and len(text) < 10 for text in found.values()):
-        raise FrameError(f"rank 0 sent {found} as the numbers of samples")
-    return {split: int(text) for split, text in found.items()}

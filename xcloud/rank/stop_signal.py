@@ -46,6 +46,8 @@ class StopSignal:
 
         def take(number: int, frame: object) -> None:
             now_s = time.monotonic()
+            # A handler runs in the main thread between two bytecodes, so it only notes the
+            # request: whoever asks `was_asked` next ends in order.
             again = now_s - (self._asked_at_s or now_s) > self._TWICE_WITHIN_S
             if again or not self.is_armed:
                 self.before_exit()

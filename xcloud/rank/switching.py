@@ -71,6 +71,7 @@ class Switching(Hook):
         """Use this choice after this update."""
         self._in_force.choice = choice
         shape, compression = divmod(choice, len(self._compression.choices))
+        # All ranks call this between the same two updates.
         self._selection.switch(compression, from_step=step + 1)
         self._trainer.schedule = self._schedules[shape]
 
@@ -84,6 +85,8 @@ class Switching(Hook):
     def load_state_dict(self, state: State) -> None:
         super().load_state_dict(state)
         shape, compression = divmod(self._in_force.choice, len(self._compression.choices))
+        # Both states were saved at the same step. Another list of choices gives the number another
+        # meaning.
         if shape >= len(self._schedules) or compression != self._selection.choice:
             number = self._in_force.choice
             raise ValueError(f"it was saved with choice {number}, which it has not now")

@@ -68,6 +68,8 @@ def load(
     fields = experiment.fields_of(rendezvous.rank)
     data = (task or experiment.task).load(fields, experiment.seed)
     _check_fields(data, fields)
+    # Only now is known what the labels are like; a defence that cannot protect them ends the run
+    # before anything has crossed.
     for defence in filter(None, experiment.security.defences.values()):
         if data.head is not None:
             defence.check_labels(data.head.kind, num_outputs=data.head.num_outputs)
@@ -165,6 +167,7 @@ def context_of(
 def _spread(data: TaskData, count: int) -> Batch:
     """Return `count` training samples from all over the file, which may be sorted."""
     num_samples = data.num_samples("train")
+    # Not drawn: all ranks of a stage measure on the same samples, whatever torch drew before.
     ids = torch.arange(0, num_samples, max(1, num_samples // count))[:count]
     return data.batch("train", ids)
 
@@ -218,6 +221,7 @@ class Evaluator(Hook):
         would wait for another cloud's decoding. Return whether the scores reach the target."""
         reaches = False
         if self.pipeline.layout.placement(self.pipeline.rank).replica == 0:
+            # Replicas hold the same parameters here, so one of them scores.
             reaches = self._score(split, step=step)
         return self.barrier(reaches)
 
@@ -254,6 +258,7 @@ class Evaluator(Hook):
         held = is_held(self.context.job)
         may_show = self.context.job.has_public_texts and not held
         with reporter.may_lose(SAMPLES_FILE):
+            # Before the file is there, as only what its writer has allowed may go to a tracker.
             note_trackable(run_dir, **{SAMPLES_FILE: may_show})
             if split == "test" and step and self._is_whole_writer:
                 samples = self.data.sample_outputs(split, scores, count=5, follow=self._follow)
@@ -385,6 +390,7 @@ def gather_predictions(mine: Mapping[int, list[int]], group: RankGroup) -> dict[
     tensor."""
     flat = [n for ident, tokens in mine.items() for n in (ident, len(tokens), *tokens)]
     sizes = group.gather(torch.tensor([len(flat)]))
+    # A gather moves tensors of one shape, so the lengths are gathered first.
     padded = torch.zeros(max(int(s) for s in sizes), dtype=torch.int64)
     padded[: len(flat)] = torch.tensor(flat, dtype=torch.int64)
     everyone = group.gather(padded)

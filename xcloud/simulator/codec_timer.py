@@ -93,6 +93,7 @@ def time_codec(
             frame = encode()
         if len(frame) > 1.2 * len(before):  # with what a receiver needs once
             frame = encode()
+    # What decodes must not be what has encoded: some codecs remember what they sent.
     receivers = copy.deepcopy(codecs)
     seal_frame(frame, deliver_at_s=0.0)
     parts = decode_frame(frame, sender="this process").parts

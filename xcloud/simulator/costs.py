@@ -62,6 +62,7 @@ def lines_of(
     for here, there in permutations(layout.clouds, 2):
         line = line_of(layout, given=given, here=here, there=there)
         if bandwidth is not None:
+            # A trace would put its own rates in the place of this one.
             line = replace(line, bandwidth_bits_per_s=bandwidth, trace=())
         lines[f"{here}-{there}"] = line
     return lines
@@ -172,6 +173,7 @@ class Costs:
         """
         if not self.updates:
             return 0.0
+        # An all-reduce takes as long as its line, however slowly its ranks compute.
         factor = self.slowdown.get(rank, 1.0) if what != "average" else 1.0
         each_s: list[float] = [getattr(self.updates[stage], f"{what}_s") for stage in stages]
         return factor * sum(each_s)

@@ -88,7 +88,11 @@ class Program:
             program.counts += self.counts
             if time == 0:
                 for at in carried.values():
+                    # Nobody sends what the first step would have got from the one before: it is
+                    # there at once.
                     program.counts[at] = 0
+            # The last time sends into no next one; its parcels count for tokens that nobody waits
+            # for.
             of_next = {} if time + 1 == times else carried
             for p in self.parcels:
                 at = p.token
@@ -161,6 +165,7 @@ class Lines:
         self._num_bytes = num_bytes
         odd = ((p.trace, p.outages, p.outage_every_s, p.jitter_s) for p in self.lines)
         self._odd = [*map(any, odd)]
+        # A step has thousands of messages of a few sizes.
         line_s = cache(lambda route, size: self.lines[route].line_s(size))
         sizes = zip(program.parcels, num_bytes, strict=True)
         self._line_s = [line_s(parcel.route, size) for parcel, size in sizes]
@@ -170,6 +175,8 @@ class Lines:
         at = self._line_of[number]
         free_s = self.free_s[at]
         start_s = now_s if now_s > free_s else free_s
+        # The usual line, steady and in order: two additions a message, since the planner simulates
+        # hundreds of plans.
         if not self._odd[route]:
             until_s = self.free_s[at] = start_s + self._line_s[number]
             return Passage(
@@ -186,6 +193,7 @@ class Lines:
             draw = jitter_share(self._num_carried[route])
             arrived_s += draw * line.jitter_s
         self._num_carried[route] += 1
+        # As in net/link.py, jitter and a falling latency let no message overtake another.
         arrived_s = self._last_s[route] = max(arrived_s, self._last_s[route])
         return Passage(queued_s=now_s, from_s=start_s, until_s=until_s, arrived_s=arrived_s)
 
@@ -202,7 +210,15 @@ def run(
     num_bytes: the size of each parcel in bytes.
     lines: the line of each route; None = free.
     """
-    return _Run(program, seconds, lines=Lines(program, num_bytes, lines)).carried_out()
+    state = _Run(program, seconds, lines=Lines(program, num_bytes, lines))
+    # All ranks that can work do so before the clock moves on: what they post takes its line in the
+    # order of time, first come, first served.
+    while state.awake or state.events:
+        while state.awake:
+            state.work(state.awake.pop())
+        if state.events:
+            state.end(*heappop(state.events))
+    return Moments(begin_s=state.begin_s, passages=state.passages, causes=state.causes)
 
 
 class _Run:
@@ -221,14 +237,6 @@ class _Run:
         self.events: list[tuple[float, int]] = []  # (when, rank): its operation under way ends
         self.awake = list(range(num_ranks))
 
-    def carried_out(self) -> Moments:
-        while self.awake or self.events:
-            while self.awake:
-                self.work(self.awake.pop())
-            if self.events:
-                self.end(*heappop(self.events))
-        return Moments(begin_s=self.begin_s, passages=self.passages, causes=self.causes)
-
     def work(self, rank: int) -> None:
         """Work up to an operation that others may wait for, or one that waits itself."""
         missing = self.missing
@@ -242,6 +250,7 @@ class _Run:
         for index in range(len(begin_s), len(needs)):
             token = needs[index]
             if token >= 0:
+                # Sleeps until `count` has the last of what the token takes, and begins here again.
                 if missing[token]:
                     self.sleepers.setdefault(token, []).append(rank)
                     break
@@ -249,6 +258,8 @@ class _Run:
                     at_s = ready_s[token]
             begin_s.append(at_s)
             at_s += seconds[index]
+            # Others may depend on when this ends, so it waits for its turn in the order of time.
+            # An operation that nobody waits for costs no event.
             if posts[index] or signals[index] >= 0:
                 heappush(self.events, (at_s, rank))
                 break
@@ -273,6 +284,7 @@ class _Run:
 
     def count(self, token: int, at_s: float, cause: Cause) -> None:
         self.missing[token] -= 1
+        # The last arrival decides, and is what the critical path goes on with.
         if at_s >= self.ready_s[token]:
             self.ready_s[token] = at_s
             self.causes[token] = cause

@@ -51,6 +51,7 @@ def step_of_overlapped_transfers(
     """
     if p == 1:
         return m * (tf + tb)
+    # In the steady state the slower of computing and carrying sets the pace, in each direction.
     steady = max(tf, tt) + max(tb, tt)
     return p * (tf + tb) + 2 * (p - 1) * (tt + latency_s) + (m - 1) * steady
 
@@ -162,6 +163,7 @@ def exchange_of(
             len({rank for stage in stages for rank in layout.ranks_of(stage, replica=replica)})
             for replica in replicas
         )
+        # Fragments are merged in turn, so one exchange moves a fragment's part.
         share = sum(shares[stage] for stage in stages) / traits.fragments
         merge = _merge_of(
             averaging,
@@ -177,6 +179,8 @@ def exchange_of(
             if not merge.merging or a in merge.merging or b in merge.merging
         }
         slowest_way = max(took_s, key=lambda way: took_s[way])
+        # A merging cloud answers once the slowest contribution has come; the exchange ends with
+        # the slowest of all answers.
         round_trips_s = []
         for merging in merge.merging:
             to_it_s = max(s for (_, receiver), s in took_s.items() if receiver == merging)
@@ -187,6 +191,8 @@ def exchange_of(
         num_messages = 2 if len(merge.merging) > 1 else 1
         for sender, receiver in took_s:
             num_bytes[f"{sender}-{receiver}"] += merge.num_bytes * num_messages
+        # Sets of clouds exchange at the same time, over different lines, so the slowest decides;
+        # bytes add up all the same.
         if codec_s + wire_s >= slowest.codec_s + slowest.wire_s:
             slowest = ExchangeCost(
                 codec_s,
@@ -233,6 +239,8 @@ def work_before(profile: Profile, b: float) -> list[PieceWork]:
             trained_bytes=piece.trained_bytes,
             optimizer_s=piece.optimizer_s,
         )
+        # Sums from the first piece on: the work of any stage is then one difference, for the
+        # thousands of cuts that a search looks at.
         before.append(PieceWork(*map(operator.add, before[-1], own)))
     return before
 
@@ -317,6 +325,7 @@ def _max_queued(
     """
     forward, back = sizes
     if back is None:
+        # No gradient holds the sender back, so it may be a whole update ahead.
         most = num_passes * math.ceil(schedule.num_micro_batches / num_ranks)
         return min(most * forward, max(budget, forward))
     in_flight = max_in_flight(schedule.actions(stage, num_stages), link=lambda i: i % num_ranks)

@@ -156,6 +156,7 @@ def _shares(lane: Lane) -> Iterator[_Share]:
                 is_codec = box.what in ("compress", "decompress")
                 yield _Share(part=box.what if is_codec else "compute", action=action, us=own_us)
             continue
+        # Behind the norm a stage's ranks wait under that name for their leader's answer.
         waits = box.what == "wait" or (box.what == "average" and has_normed)
         part = "clip" if waits else box.what
         if has_normed or part not in ("fetch", "average", "clip"):
@@ -271,6 +272,8 @@ class Trial:
             sum(own.norm_s + own.optimizer_s for own in costs.updates)
             for _, costs in self._legs(self.own, splits=False)
         )
+        # An optimizer reads and writes each trained value a few times, so its time follows the
+        # bytes.
         per_byte_s = update_s / max(1, sum(s.trained_bytes for s in self.stages))
         pieces = []
         for i, (of, boundary) in enumerate(zip(quantities, [*boundary_after, None], strict=True)):
@@ -388,9 +391,12 @@ def _solved(rows: Any, values: Sequence[float], may_save: bool) -> Any:
     may_save: true if shares may be below 0. Such times are as small as the error of what they are
         read from, so nearly all of them goes to the blocks.
     """
+    # Four more rows that ask the first three shares to be 0: without them parts that do not differ
+    # enough would leave the answer open.
     little = (1.0 if may_save else 1e-3) * np.diag([1.0, 1.0, 1.0, 0.0])
     rows = np.vstack([rows, little])
     values = [*values, *[0.0] * 4]
     if may_save:
         return np.linalg.lstsq(rows, values, rcond=None)[0]
+    # Times are not negative, so neither are their shares.
     return nnls(rows, values)[0]

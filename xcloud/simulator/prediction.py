@@ -241,6 +241,8 @@ class Prediction:
                 yield f"compute of stage {stage}", begin_s + before, middle_s
                 yield f"codec of stage {stage}", begin_s, begin_s + before
             free_s = self._end_s(rank, index=index - 1) if index else 0.0
+            # It began as soon as the rank was free, so what held it up is the rank's own work
+            # before it.
             if begin_s <= free_s:
                 index -= 1
                 continue
@@ -248,6 +250,7 @@ class Prediction:
             if parcel >= 0:
                 way = " to ".join(self._route(parcel))
                 passage = moments.passages[parcel]
+                # Queueing for the line counts as the line's, since a faster one would end it.
                 yield f"latency {way}", passage.until_s, passage.arrived_s
                 yield f"link {way}", passage.queued_s, passage.until_s
 

@@ -50,6 +50,8 @@ class Pricer:
     def __post_init__(self) -> None:
         profile = self.profile
         self._replicas = {name: found.replicas for name, found in self.arranged.items()}
+        # The program of a step knows no costs, so plans that differ in cuts or compression share
+        # one.
         self._simulators: dict[object, Simulator] = {}
         self._before = lru_cache(maxsize=256)(partial(work_before, profile))
         self._work = lru_cache(maxsize=65536)(self._work_of)
@@ -154,6 +156,7 @@ class Pricer:
                     out, back = self.directions_at(plan.compression, end, b)
                     busy = up.line_s(out.num_bytes), down.line_s(back.num_bytes)
                     through_s += sum(busy) + up.beyond_s + down.beyond_s
+                    # The first micro-batch is counted in `through_s` already.
                     busiest_s = max(busiest_s, m * max(busy) - sum(busy))
                 own_s += out.compress_s + back.decompress_s
                 through_s += own_s

@@ -83,6 +83,7 @@ class StepProgram:
         self._route_of: dict[tuple[str, str] | tuple[int, int], int] = {}
         orders = self._orders()
         self._deferred = {stage for order in orders for stage, _ in split_backwards(order)}
+        # The token of rank 0 for all other norms; -1 where there is nobody to agree with.
         self._told = -1
         self._carried: dict[int, int] = {}
         if agrees:
@@ -90,6 +91,8 @@ class StepProgram:
             self._told = self._one.token(len(others)) if others else -1
         self._build_passes(orders)
         self._build_update(agrees)
+        # A rank may begin a step while others still end the one before, so a steady step is read
+        # off the last of several.
         self.program = self._one.repeated(num_steps, self._carried)
 
     def parts_s(self, costs: Costs, rank: int, op: Op) -> tuple[float, float, float]:
@@ -102,6 +105,8 @@ class StepProgram:
         before = costs.direction(op.received).decompress_s if op.received is not None else 0.0
         behind = costs.direction(op.sent).compress_s if op.sent is not None else 0.0
         own_s = costs.action_s(rank, action=op.action)
+        # Costs name the whole backward; where weights come later, that part is an operation of its
+        # own.
         if op.what == "backward" and op.action.stage in self._deferred:
             own_s -= costs.action_s(rank, action=op.action._replace(kind="weights"))
         return before, own_s, behind
@@ -126,6 +131,7 @@ class StepProgram:
                     continue
                 orders[self.owner(action.stage, micro_batch=action.micro_batch)].append(action)
         every = range(self.num_stages)
+        # What the window before has begun, where updates overlap.
         begun = {a for s in every for a in schedule.begun(s, num_stages=self.num_stages)}
         for actions in orders:  # what a rank waits for in itself is no message
             done = set(begun)
@@ -243,6 +249,8 @@ class StepProgram:
     def _post(self, transfer: TransferCost, token: int) -> int:
         both = transfer.sender, transfer.receiver
         here, there = (self.placements[rank].cloud for rank in both)
+        # One line for all ranks of a pair of clouds; inside a cloud each pair of ranks has its
+        # own.
         shared = (here, there) if here != there else both
         if shared not in self._route_of:
             self._route_of[shared] = self._one.route()

@@ -70,12 +70,6 @@ def step_clock(job: Experiment, rank: int, device: torch.device) -> StepClock:
     return StepClock(record_from=record_from, slowdown=slowdown)
 
 
-def features_at(context: Context) -> list[FeatureAtRank]:
-    """Return the features of a job that are at work in this rank."""
-    found = (feature.at_rank(context) for feature in context.job.features)
-    return [feature for feature in found if feature is not None]
-
-
 def wired(context: Context, features: Features, clock: StepClock) -> Wiring:
     """Make the links of one rank. All ranks call it at the same time."""
     make_receiver: Callable[..., ReceiveChannel] = ReceiveChannel
@@ -133,11 +127,17 @@ def build_training(
     pipeline = _pipeline(built, features=features, clock=clock)
     bases = _compare(built)
     if any(ports.boundary.start for ports in pipeline.ports.values()):
+        # What a stage measures once for the next one (a basis, a tied weight) crosses before the
+        # first step, over the same channels as later messages.
         hand_over(pipeline.stages, pipeline.ports)
     for feature in features:
+        # Before anything is restored: this is what the run began with, also in one that resumes.
         feature.complete(built, pipeline=pipeline)
     trainer = _trainer(built, features=features, pipeline=pipeline)
-    meter = WanMeter(wiring=wiring, reporter=context.reporter, tells_skips=_tells_skips(context))
+    # A skipped update is reported once: by the first rank of those that share it.
+    leader = job.cluster.leaders(placement.replica)[0]
+    tells_skips = context.rank == (leader if job.strategy.traits.trains_locally else 0)
+    meter = WanMeter(wiring, context.reporter, tells_skips=tells_skips)
 
     def barrier(claim: bool) -> bool:
         has_claim = wiring.barrier(claim)
@@ -151,11 +151,15 @@ def build_training(
     given = {name: hook for name, hook in job.hooks.items() if not isinstance(hook, Feature)}
     own = {name: hook.join(context) for name, hook in given.items()}
     changing = _changing(built, features, trainer=trainer, meter=meter)
+    # All that a checkpoint holds, as one tree. It is complete here, so the hook that saves is made
+    # behind the hooks whose state it saves.
     states = joined(
         {"trainer": trainer, "channels": wiring},
         changing.children(),
         {"hooks": own},  # by the names in the config
     )
+    # The order is that of the calls (docs/decisions/0016): hooks that change an update, then what
+    # saves it, then the evaluation of what was saved, then those that only look.
     hooks = Hooks(
         [
             *own.values(),
@@ -188,6 +192,8 @@ def _load(context: Context) -> TaskData:
     """Load what this cloud may see, and compare it with the checkpoint from which to resume."""
     job = context.job
     goes_on = context.verdict.from_step > 0
+    # A run that resumes reads the tokenizers that it began with: with others every row would mean
+    # something else.
     task = keep_tokenizers(job.task, folder=context.run_dir / TOKENIZERS_DIR, goes_on=goes_on)
     data = load_or_be_told(job, rendezvous=context.transport.rendezvous, own=task)
     check_facts(context, facts={"data": data.own_digests()})
@@ -253,6 +259,8 @@ def _trainer(built: BuiltRank, features: Features, pipeline: Pipeline) -> Traine
         fetch=partial(data.batch, "train"),
         weigh=data.weight if layout.num_stages - 1 in built.stages else None,
         token_pads=token_pads(job, data=data, stages=built.stages),
+        # Replicas that train apart draw from shares of the samples; those that share an update
+        # share out its micro-batches.
         of_replica=(replica, layout.num_replicas) if trains_locally else (0, 1),
     )
     is_private = any(feature.hides_losses for feature in features)
@@ -289,6 +297,8 @@ def _changing(built: BuiltRank, features: Features, trainer: Trainer, meter: Hoo
     wiring = built.wiring
     sums = None
     shares_stages = any(group.group_size > 1 for group in wiring.groups.values())
+    # Sums over a stage's ranks begin while the last backward still runs, unless somebody wants
+    # each micro-batch's own gradient first.
     if shares_stages and not any(feature.changes_each_gradient for feature in features):
         sums = overlapped_sums(trainer, groups=wiring.groups)
     memories = None
@@ -348,11 +358,3 @@ def _resume(built: BuiltRank, features: Features, trainer: Trainer) -> None:
     built.wiring.barrier()  # another cloud may load longer than a message may take
     if context.job.places.is_merged(trainer.num_updates):
         trainer.exchange.compare(trainer.num_updates)
-
-
-def _tells_skips(context: Context) -> bool:
-    """Return whether this rank reports skipped updates: the first that shares them does."""
-    job = context.job
-    replica = job.cluster.placement(context.rank).replica
-    leaders = job.cluster.leaders(replica)
-    return context.rank == (leaders[0] if job.strategy.traits.trains_locally else 0)

@@ -7,7 +7,7 @@ from xcloud.experiment import Experiment
 from xcloud.pipeline.control import Signal
 from xcloud.rank.export import export_stage, whole
 from xcloud.rank.role import RankContext, Role
-from xcloud.train.building import RankTraining, build_training, features_at, step_clock, wired
+from xcloud.train.building import RankTraining, build_training, step_clock, wired
 
 
 class StageRank(Role[Experiment]):
@@ -16,7 +16,8 @@ class StageRank(Role[Experiment]):
     def __init__(self, context: RankContext[Experiment]) -> None:
         super().__init__(context)
         self.clock = step_clock(context.job, rank=self.rank, device=context.device)
-        self.features = features_at(context)
+        found = (feature.at_rank(context) for feature in context.job.features)
+        self.features = [feature for feature in found if feature is not None]
         self.wiring = wired(context, features=self.features, clock=self.clock)
         self.records = self.wiring.ends.records
         self.peers = self.wiring.ends.detector.peers
@@ -59,7 +60,10 @@ class StageRank(Role[Experiment]):
         trainer = training.trainer
         replica = self.job.cluster.placement(self.rank).replica
         for stage, module in trainer.pipeline.stages.items():
+            # Replicas are equal after the last merge, and so are the ranks of a stage: one of them
+            # writes.
             leads = replica == 0 and self.wiring.groups[stage].leads
+            # Every rank of the stage calls it, since a sharded stage is gathered here.
             tensors = whole(module.exported(), keep=leads)
             if leads:
                 learned = self.wiring.boundaries.learned(stage)

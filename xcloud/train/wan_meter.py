@@ -48,6 +48,9 @@ class WanMeter(Hook):
             for before, after in zip(self._last, now, strict=True)
         )
         self._last = now
+        # Differences of counters that only grow, so that nothing is counted twice or lost,
+        # whichever thread sends. The bytes of a message belong to the step in which it was handed
+        # to its link.
         event: dict[str, Any] = {
             "step": report.step,
             "step_s": round(report.step_s, 6),
