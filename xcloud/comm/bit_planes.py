@@ -43,6 +43,7 @@ def encode(codes_RC: npt.NDArray[np.int32], edges: Sequence[int]) -> Bytes | Non
     out = _Writer()
     active_R: Marks = (codes_RC != 0).any(axis=1)
     out.plane(active_R, edges_S=np.array([0, len(active_R)]))
+    # Column by column, so that the columns of a class are neighbours and share their gaps.
     codes_N = codes_RC[active_R].T.ravel()
     sizes_N = np.abs(codes_N)
     edges_S = np.array(edges) * int(active_R.sum())
@@ -52,7 +53,9 @@ def encode(codes_RC: npt.NDArray[np.int32], edges: Sequence[int]) -> Bytes | Non
         places, edges_S = out.plane(sizes_N > plane, edges_S=edges_S)
         sizes_N = sizes_N[places]
         if plane == 0:
+            # Signs of a symmetric source have no pattern, so nothing is gained by coding them.
             out.low((codes_N[places] < 0).astype(np.int64), widths=1)
+    # What is left after the last plane: few numbers, each in about twice the bits of its length.
     out.gamma(sizes_N.astype(np.int64) - MOST_PLANES)
     return out.joined(most=most_codes(codes_RC.size, len(edges)))
 
@@ -61,6 +64,7 @@ def decode(data: Bytes, num_rows: int, edges: Sequence[int]) -> npt.NDArray[np.i
     """Reverse `encode`. Raises FrameError for what it cannot have written."""
     num_columns = edges[-1]
     read = _Reader(data, most=most_codes(num_rows * num_columns, len(edges)))
+    # The same steps in the same order as `encode`: nothing on the wire says where a plane begins.
     rows, _ = read.plane(np.array([0, num_rows]))
     sizes_N = np.zeros(len(rows) * num_columns, dtype=np.int32)
     found = np.arange(len(sizes_N))
@@ -103,14 +107,6 @@ def _bit_lengths(numbers_N: Ints) -> Ints:
     return np.frexp(numbers_N.astype(np.float64))[1].astype(np.int64)
 
 
-def _bits_of(numbers_N: Ints, widths_N: Ints) -> Bytes:
-    """Return the lowest bits of each number, the lowest first."""
-    ends_N = np.cumsum(widths_N)
-    place_K = np.repeat(np.arange(len(numbers_N)), widths_N)
-    shift_K = np.arange(len(place_K)) - (ends_N - widths_N)[place_K]
-    return ((numbers_N[place_K] >> shift_K) & 1).astype(np.uint8)
-
-
 class _Writer:
     """Collects high and low parts."""
 
@@ -125,6 +121,8 @@ class _Writer:
         lengths_S = np.diff(edges_S)
         num_S = np.diff(starts_S)
         self.gamma(num_S)
+        # The rarer answer is written, so that gaps are long whichever way a plane leans. Both ends
+        # see by the counts which one that is.
         is_turned_S = 2 * num_S > lengths_S
         own = places
         if is_turned_S.any():
@@ -134,6 +132,8 @@ class _Writer:
         before = np.empty_like(own)
         before[1:] = own[:-1]
         firsts = (np.cumsum(num_S) - num_S)[num_S > 0]
+        # A gap never crosses from one class into the next, as each class has a parameter of its
+        # own.
         before[firsts] = edges_S[:-1][num_S > 0] - 1
         gaps = own - before - 1
         self._high.append(gaps >> widths)
@@ -153,12 +153,17 @@ class _Writer:
         high_N = np.concatenate(self._high)
         if len(high_N) > most:
             return None
+        # A number n in unary is n zeros and a one.
         bits = np.zeros(int(high_N.sum()) + len(high_N), dtype=np.uint8)
         bits[np.cumsum(high_N + 1) - 1] = 1
         unary = np.packbits(bits)
-        numbers, widths = (np.concatenate(several) for several in zip(*self._low, strict=True))
+        # The lowest bits of each number, the lowest first: K bits in all, without a loop.
+        numbers_N, widths_N = (np.concatenate(parts) for parts in zip(*self._low, strict=True))
+        place_K = np.repeat(np.arange(len(numbers_N)), widths_N)
+        shift_K = np.arange(len(place_K)) - (np.cumsum(widths_N) - widths_N)[place_K]
+        bits_K = ((numbers_N[place_K] >> shift_K) & 1).astype(np.uint8)
         head = np.frombuffer(np.array([len(unary)], dtype="<u4").tobytes(), dtype=np.uint8)
-        return np.concatenate([head, unary, np.packbits(_bits_of(numbers, widths))])
+        return np.concatenate([head, unary, np.packbits(bits_K)])
 
 
 class _Reader:
@@ -169,6 +174,7 @@ class _Reader:
             raise FrameError("coded values are truncated")
         num_bytes = int(np.frombuffer(data[:HEAD_BYTES].tobytes(), "<u4")[0])
         unary = data[HEAD_BYTES : HEAD_BYTES + num_bytes]
+        # Every number ends with a one, so they are counted before an array is made for them.
         num_codes = int(np.bitwise_count(unary).sum(dtype=np.int64))
         if len(unary) != num_bytes or num_codes > most:
             raise FrameError(f"coded values of {num_codes} numbers, at most {most} are read")
@@ -181,6 +187,7 @@ class _Reader:
         """Return which places are marked, and where each class begins among the marked."""
         lengths_S = np.diff(edges_S)
         marked_S = self.gamma(len(lengths_S))
+        # All that follows is sized by these counts, which a stranger may have written.
         if (marked_S > lengths_S).any():
             raise FrameError(f"{marked_S.tolist()} of {lengths_S.tolist()} values are marked")
         is_turned_S = 2 * marked_S > lengths_S
@@ -223,6 +230,7 @@ class _Reader:
             place_K = np.repeat(np.arange(len(widths_N)), widths_N)
             bits_K <<= np.arange(num_bits) - starts_N[place_K]
             some = widths_N > 0
+            # reduceat would return a neighbour's bit for a number of no bits.
             total_N[some] = np.add.reduceat(bits_K, starts_N[some])
         return total_N
 

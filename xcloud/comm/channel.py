@@ -104,6 +104,8 @@ class BoundaryField:
         own = self.counts(counts)
         tokens = None
         if own is not None and TEXT in samples:
+            # Row i is of token i only if both ends read the same text, padding left out in the
+            # same way.
             tokens = samples[TEXT][samples[TEXT] != NO_TOKEN].cpu()
             if len(tokens) != int(own.sum()):
                 raise FrameError(
@@ -171,6 +173,7 @@ class Codec(StatefulTree):
         rows = rows_of()
         meant = self.memory.before_send(tensor, rows)
         parts = self.compressor.compress(meant)
+        # What the receiver will see, computed here once more: the memory keeps the difference.
         seen = self.compressor.decompress(parts, spec=TensorSpec.of(tensor))
         self.memory.after_send(meant, seen, rows)
         return parts
@@ -314,6 +317,8 @@ class SendChannel(_Channel):
                     encoded = self._encoded(key, field, tensor, rows=rows)
                 parts.extend(encoded)
                 carries.extend([field.in_words] * len(encoded))
+            # The frame is made here, in the main thread, and counts as codec time; carrying it
+            # does not.
             self.link.send(key, tuple(parts), carries)
         return message
 
@@ -322,9 +327,12 @@ class SendChannel(_Channel):
     ) -> Tensors:
         codec = self.codecs[field.name].at(key.step)
         if key.kind is Kind.EVALUATION:
+            # A stream of its own, so that a run that is evaluated more often draws the same in
+            # training.
             stream = self.identity.stream(field.name, "evaluation", key.step, key.micro_batch)
             meant = codec.memory.before_evaluation(tensor, rows)
             return codec.compress_apart(meant, stream)
+        # Training alone: the ratio that a run reports is that of its steps.
         self.raw_bytes += field.raw_bytes(len(tensor))
         return codec.encode(tensor, rows_of=rows)
 
@@ -343,6 +351,7 @@ class ReceiveChannel(_Channel):
 
     def recv(self, key: MessageKey, samples: Samples, known: Message = NOTHING_KNOWN) -> Message:
         with self.clock.during("wait"):
+            # Counted as waiting, not as codec time: how long the message takes is up to the line.
             parts = list(self.link.recv(key, overdue_s=self.overdue_s))
         try:
             return self._decoded(key, parts=parts, samples=samples, known=known)
@@ -358,6 +367,8 @@ class ReceiveChannel(_Channel):
                 counts = message.get("counts")
                 spec = field.spec(field.num_rows(samples, counts))
                 codec = self.codecs[field.name].at(key.step) if spec.is_floating else PLAIN
+                # The receiver's own expectation, from its samples and the counts. What came is
+                # held to it.
                 wire = codec.compressor.wire_specs(spec)
                 taken = parts[: len(wire)]
                 parts = parts[len(wire) :]
@@ -371,6 +382,7 @@ class ReceiveChannel(_Channel):
                     self._check_range(field, values=taken[0])
                     message[field.name] = taken[0]
                     continue
+                # Compressed as it came, so that fewer bytes cross to the device.
                 on_device = tuple(bring(part, device=self.device) for part in taken)
                 compressor = codec.compressor
                 if key.kind is Kind.EVALUATION:  # leaves no trace, as at the sender

@@ -103,6 +103,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def seed_from(*names: str | int) -> int:
     """A 63-bit seed, the same in every process and on every machine; similar names give unrelated
     seeds."""
+    # Not Python's hash, which differs from process to process.
     digest = hashlib.blake2b(repr(names).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -201,6 +202,7 @@ class Chain(Compressor):
 
     def decompress(self, parts: Tensors, spec: TensorSpec) -> Tensor:
         specs = self._specs_after_each(spec)
+        # From the last member back. How many parts each has made follows from specs alone.
         for member, before in reversed([*zip(self.members.values(), specs, strict=False)]):
             remaining = list(parts)
             decoded = []

@@ -113,12 +113,14 @@ class IdPacking:
         ids = pack(ids_R.int(), bits=self.bits)
         if self.coding == "smallest" and num_tokens:
             ranked = encode_ids(ids_R.numpy(), vocab_size=self.vocab_size)
+            # Where few ids repeat, the dictionary costs more than it saves.
             if len(ranked) < len(ids):
                 id_coding = RANKED
                 ids = ranked
         places = replaced_R.numpy().nonzero()[0]
         flag_coding = GAPS
         flags = encode_ascending(places, below=num_tokens)
+        # Where nearly half of the tokens are replaced, a bit for each is shorter.
         if len(flags) >= packed_bytes(num_tokens, bits=1):
             flag_coding = BITMAP
             flags = pack(replaced_R.to(torch.uint8), bits=1)
@@ -148,6 +150,7 @@ class IdPacking:
                 f"expected {self.vocab_size}, {self.digest:08x}. All clouds need one tokenizer "
                 "file"
             )
+        # Sizes before contents: all that follows is allocated by them.
         most = self.max_samples, self.max_length
         is_long = not num_replaced <= num_tokens <= num_samples * self.max_length
         if is_long or not 1 <= num_samples <= self.max_samples:
@@ -211,6 +214,8 @@ def encode_ids(ids_T: Ints, vocab_size: int) -> Tensor:
     frequent = np.flatnonzero(counts_U >= MIN_COUNT)
     order_D = frequent[np.argsort(-counts_U[frequent], kind="stable")]
     ranges = _class_ranges(len(order_D))
+    # Within a class the order does not change the cost of a rank, and ascending ids are cheap to
+    # send.
     for first, stop in ranges:
         order_D[first:stop].sort()
     rank_U = np.full(len(ids_U), -1, dtype=np.int64)
@@ -222,6 +227,7 @@ def encode_ids(ids_T: Ints, vocab_size: int) -> Tensor:
     value_T = np.where(rare_T, ids_T, rank_T) + 1  # 1 or more: its highest bit is the class
     class_T = np.frexp(value_T.astype(np.float64))[1].astype(np.int64) - 1  # exact below 2**53
     symbol_T = (class_T + RARE * rare_T).astype(np.uint8)
+    # Huffman only: neighbouring classes do not repeat, so a search for strings finds nothing.
     squeeze = zlib.compressobj(9, zlib.DEFLATED, -15, 9, zlib.Z_HUFFMAN_ONLY)
     classes = squeeze.compress(symbol_T.tobytes()) + squeeze.flush()
 
@@ -252,6 +258,7 @@ def decode_ids(data: Reader, num_tokens: int, vocab_size: int) -> Ints:
     is_rare_T = rare_T == 1
     if (value_T >= np.where(is_rare_T, vocab_size, size)).any():
         raise FrameError(f"a code points beyond {vocab_size} ids or {size} dictionary entries")
+    # Rare tokens stand for themselves, frequent ones for their place in the dictionary.
     value_T[~is_rare_T] = ids_D[value_T[~is_rare_T]]
     return value_T
 
@@ -260,6 +267,7 @@ def _inflate(data: Tensor, num_tokens: int) -> npt.NDArray[np.uint8]:
     """The classes; never decompresses more than expected."""
     try:
         inflate = zlib.decompressobj(-15)
+        # One more than expected shows that there is more, without unpacking it.
         raw = inflate.decompress(data.numpy().tobytes(), num_tokens + 1)
     except zlib.error as error:
         raise FrameError(f"the classes of the tokens are damaged: {error}") from error
@@ -299,6 +307,7 @@ def decode_ascending(data: Reader, count: int, below: int) -> Ints:
     # The last one-bit of the gaps is within `longest` bits, whatever the numbers are.
     longest = count + (below >> k)
     string = data.data[: (longest + 7) // 8].numpy()
+    # Each gap ends with a one; of the last byte's other bits nothing is read.
     ends = np.flatnonzero(np.unpackbits(string))[:count].astype(np.int64)
     if len(ends) < count:
         raise FrameError(f"{len(ends)} of {count} gaps arrived")

@@ -68,6 +68,8 @@ class WarmFactors(Compressor):
             matrix_RD = matrix_RD / scale
         left_Rr, right_rD = self._factors(matrix_RD, rank=rank)
         mean_square = float(right_rD.square().mean()) * num_rows or 1.0
+        # left has orthonormal columns, so its mean square is 1/R; the fourth root splits the sizes
+        # evenly.
         balance = mean_square**0.25 * math.sqrt(scale)
         return (
             left_Rr.mul_(balance).to(tensor.dtype).contiguous(),
@@ -141,6 +143,8 @@ class Svd(WarmFactors):
             return left[:, :rank], right[:rank].mul_(values[:rank, None])
         num_columns = rank + max(_EXTRA_COLUMNS, rank // 4)
         num_rows, num_features = matrix_RD.shape
+        # The smaller of A A^T and A^T A. Above this share of columns rounds of QR take longer than
+        # all eigenvectors.
         if num_rows < num_features and 4 * num_columns > num_rows:
             left_Rr = torch.linalg.eigh(matrix_RD @ matrix_RD.T).eigenvectors[:, -rank:]
             return left_Rr, left_Rr.T @ matrix_RD
@@ -169,6 +173,8 @@ class Svd(WarmFactors):
             # Householder: as fast here as Cholesky QR in two passes, and safe when A is singular.
             basis_Dl = torch.linalg.qr(matrix_RD.T @ (matrix_RD @ basis_Dl)).Q
         products_Rl = matrix_RD @ basis_Dl
+        # Inside the space that was found the directions are still mixed; the first r of them are
+        # sent.
         rotation_ll = torch.linalg.eigh(products_Rl.T @ products_Rl).eigenvectors.flip(1)
         self._basis_Dl = basis_Dl @ rotation_ll  # largest singular value first
         return products_Rl @ rotation_ll[:, :rank], self._basis_Dl[:, :rank]
@@ -228,6 +234,7 @@ class PowerSgd(WarmFactors):
             basis_Dr = basis_Dr.mul_(_FRESH_SHARE).add_(known_Dr)
         left_Rr = torch.linalg.qr(matrix_RD @ basis_Dr).Q
         right_rD = left_Rr.T @ matrix_RD
+        # A copy: the factors are scaled in place before they are sent.
         self._basis_Dl = right_rD.T.clone(memory_format=torch.contiguous_format)
         return left_Rr, right_rD
 
@@ -241,6 +248,8 @@ def outer_sum(left_Rr: Tensor, right_rD: Tensor) -> Tensor:
         return total_RD
     rows = max(1, _CHUNK // num_features) if left_Rr.device.type == "cpu" else num_rows
     term_CD = left_Rr.new_empty(min(rows, num_rows), num_features)
+    # Blocks of rows that stay in the cache, and within one a column of the factors after the
+    # other: the order of additions is the same whatever the size of a block.
     for first in range(0, num_rows, rows):
         total_CD = total_RD[first : first + rows]
         left_Cr = left_Rr[first : first + rows]

@@ -96,6 +96,8 @@ class _PerSample(Memory):
     def settle(self, was_used: bool) -> None:
         before = self._before
         self._before = {}
+        # An update that all ranks skip leaves no trace: an exploding gradient would else stay in
+        # the residual until the sample comes again.
         for sample, tensor in () if was_used else before.items():
             self._tensors.pop(sample, None)
             if tensor is not None:
@@ -116,9 +118,11 @@ class _PerSample(Memory):
 
     def _note(self, sample: int) -> None:
         """Note a sample before anything of it changes."""
+        # Only the first time: what counts is the state before the first message of the update.
         self._before.setdefault(sample, self._tensors.get(sample))
 
     def _plus(self, tensor: Tensor, rows: SampleRows, factor: float, pop: bool = False) -> Tensor:
+        # Error feedback takes the residual away with the message that carries it; a cache stays.
         kept_of = self._pop if pop else self._get
         total = tensor.clone()
         for sample, span in rows.spans():
@@ -261,6 +265,7 @@ class TokenMeans(Memory):
 
     def after_receive(self, seen: Tensor, rows: SampleRows) -> Tensor:
         value = seen + self._anchors(seen, rows)
+        # Means are never changed in place, so keeping the old object is all that a return takes.
         if self._before is None:
             self._before = self._means
         self._means = self._means.with_rows(self._keys(rows), value.float().cpu())
@@ -321,6 +326,8 @@ class _Means:
         width = features.numel()
         if not len(self.tokens_T):
             return torch.zeros(len(keys_R), *features)
+        # Stands in for one more row of each token: a token that was never seen gets the mean of
+        # all.
         mean_D = self.sums_TD.sum(0) / self.numbers_T.sum()
         padded_TD = torch.cat([self.sums_TD, self.sums_TD.new_zeros(1, width)])
         numbers_T = torch.cat([self.numbers_T, self.numbers_T.new_zeros(1)])
@@ -332,6 +339,7 @@ class _Means:
     def with_rows(self, keys_R: Tensor, values: Tensor) -> _Means:
         """Return the means with more rows."""
         values_RD = values.flatten(1)
+        # A row that diverged would stay in its token's mean for ever.
         is_finite_R = values_RD.isfinite().all(1)
         keys_R = keys_R[is_finite_R]
         values_RD = values_RD[is_finite_R]
@@ -346,6 +354,7 @@ class _Means:
             numbers_T[earlier_T] = self.numbers_T * fading_T
             sums_TD[earlier_T] = self.sums_TD * fading_T[:, None]
         places_R = torch.searchsorted(tokens_T, keys_R)
+        # On the CPU, in order: both ends must come to the same bits.
         numbers_T.index_add_(0, places_R, torch.ones(len(keys_R)))
         sums_TD.index_add_(0, places_R, values_RD)
         return _Means(tokens_T, numbers_T, sums_TD)

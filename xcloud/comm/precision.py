@@ -188,6 +188,7 @@ class BlockInt(Draws):
         """Blocks [M, K] → levels [M, K] as float32, scales [M]."""
         if not self.stochastic:
             return _signs if self.bits == 1 else self._nearest
+        # The receiver needs no seed: codes are what they are.
         generator = torch.Generator(device).manual_seed(self._next_seed())
         return lambda blocks_MK: self._stochastic(blocks_MK, generator)
 
@@ -195,6 +196,8 @@ class BlockInt(Draws):
         half = self._offset
         low_M = blocks_MK.amin(1)
         high_M = blocks_MK.amax(1)
+        # The scale's sign puts the code -half, which has no counterpart, on the side of the
+        # largest value.
         scales_M = _cut(torch.where(high_M > -low_M, high_M, low_M).div_(-half))
         exact_MK = blocks_MK * _inverse(scales_M)[:, None]
         if self.bits not in _TIGHTER:

@@ -82,6 +82,7 @@ class Eden(Draws):
         values_N = tensor.detach().reshape(-1).float()
         blocks_MK = pad(values_N, (0, -len(values_N) % BLOCK)).view(-1, BLOCK)
         largest_M1 = blocks_MK.abs().amax(1, keepdim=True)
+        # Divided first, so that squares of gradients of 1e-25 do not underflow.
         unit_M1 = torch.where(largest_M1 > 0, largest_M1, 1)
         mixed_MK = mix(blocks_MK / unit_M1 * _signs(seed).to(tensor.device))
         rms_M1 = mixed_MK.square().mean(1, keepdim=True).sqrt().clamp_min(1e-30)
@@ -115,6 +116,7 @@ def mix(blocks_MK: Tensor) -> Tensor:
     while half < num_values:
         pairs = blocks_MK.view(-1, num_values // (2 * half), 2, half)
         first, second = pairs.unbind(2)
+        # Sums of two in a fixed order, which a matrix product would not promise.
         blocks_MK = torch.stack((first + second, first - second), dim=2).view(-1, num_values)
         half *= 2
     return blocks_MK / math.sqrt(num_values)

@@ -54,6 +54,8 @@ class SnapshotBuffer:
         self._memory = torch.empty(0, dtype=torch.uint8)  # never both at a time
         with contextlib.suppress(RuntimeError):  # no memory now: the copy itself will say so
             self._memory = torch.empty(num_bytes, dtype=torch.uint8)
+        # Memory is there only once it has been written to; in the first checkpoint this would cost
+        # the main thread time.
         pages = self._memory.numpy()[::_PAGE_BYTES]
         for first in range(0, len(pages), _PIECE_PAGES):
             if stop.is_set():
@@ -65,6 +67,7 @@ class SnapshotBuffer:
         num_bytes = sum(tensor.nbytes for tensor in tensors)
         end = self._used + num_bytes
         if end > len(self._memory):
+            # The state has grown since the memory was made, such as by memories of samples.
             place = torch.empty(num_bytes, dtype=torch.uint8).view(like.dtype)
         else:
             place = self._memory[self._used : end].view(like.dtype)

@@ -77,6 +77,7 @@ class _Sparse(Compressor):
             sent = sent.index_select(0, positions)
             parts.insert(0, _SortedPositions(num_kept, numel=num_seen).encode(positions))
         if isinstance(self, Draws) and num_kept:
+            # Of a random choice most NaN would never be sent.
             if not bool(torch.stack(torch.aminmax(items)).isfinite().all()):
                 sent[0] = torch.nan
         return (sent, *parts)
@@ -302,6 +303,8 @@ def _largest(values_N: Tensor, num_kept: int) -> Tensor:
         rank = len(sample) * num_kept / len(bits_N)
         most = int(rank + 4 * rank**0.5) + 8  # of the sample, 4 deviations above what is expected
         bound = sample.kthvalue(len(sample) - most + 1).values
+        # Nearly always a few more than wanted, and exact from here on. Where the sample misled,
+        # fewer: then the slower way below.
         candidates = _few_marked(bits_N >= bound)
         if len(candidates) >= num_kept:
             found = bits_N.index_select(0, candidates)
@@ -311,6 +314,7 @@ def _largest(values_N: Tensor, num_kept: int) -> Tensor:
     if len(bits_N) <= 1 << 14:  # counting 32,768 bins would take longer than the search
         return _exactly(bits_N, some=bits_N, num_kept=num_kept, num_of_some=num_kept)
     bins_N = bits_N >> 16
+    # Exponent and 7 bits of the mantissa: the bin that holds the k-th largest is searched alone.
     num_from = torch.bincount(bins_N, minlength=1 << 15).flip(0).cumsum(0)  # from the top down
     last = int(torch.searchsorted(num_from, num_kept))
     num_above = int(num_from[last - 1]) if last else 0
@@ -339,6 +343,7 @@ def _drawn(num_kept: int, numel: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     bounds = torch.arange(num_kept + 1).mul_(numel).div_(max(num_kept, 1), rounding_mode="floor")
     sizes = bounds.diff()
+    # So every value is as likely as any other, although strips differ in length by one.
     offset = torch.randint(max(numel, 1), (1,), generator=generator)
     within = torch.rand(num_kept, dtype=torch.float64, generator=generator).mul_(sizes)
     return bounds[:-1].add(within.long()).add_(offset).remainder_(max(numel, 1))

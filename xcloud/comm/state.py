@@ -160,6 +160,7 @@ def fill(targets: Mapping[str, Tensor], state: State, owner: str) -> None:
         return None
 
     names = sorted(targets.keys() | state.keys())
+    # All are compared before the first is copied, so a wrong state leaves the object as it was.
     wrong = [name for name in names if spec(targets.get(name)) != spec(state.get(name))]
     if wrong:
         raise ValueError(
@@ -178,13 +179,9 @@ _copier: ContextVar[Copier | None] = ContextVar("_copier", default=None)  # None
 def copy_of(tensor: Tensor, *more: Tensor) -> Tensor:
     """Return a copy, for `state_dict`, of a tensor or of several joined along axis 0, made by the
     copier that this thread uses."""
-    copier = _copier.get() or own_copy
-    return copier((tensor, *more))
-
-
-def own_copy(tensors: tuple[Tensor, ...]) -> Tensor:
-    """Return a copy in new memory; several tensors are joined along axis 0."""
-    return torch.cat(tensors) if len(tensors) > 1 else tensors[0].clone()
+    if (copier := _copier.get()) is not None:
+        return copier((tensor, *more))
+    return torch.cat((tensor, *more)) if more else tensor.clone()
 
 
 @contextlib.contextmanager

@@ -81,9 +81,12 @@ class StepClock:
 
     def begin_step(self, step: int) -> None:
         self._step = step
+        # From the end of the step before, so that nothing between two steps is lost to both.
         self._started_at_s = self._ended_at_s or time.monotonic()
         self.seconds = dict.fromkeys(self.seconds, 0.0)
         if self.messages is not None and step >= self.messages.from_step:
+            # Reports belong to no step, but keep the line busy: they are recorded from here on,
+            # too.
             self.messages.is_open = True
             self._spans = []
 
@@ -149,6 +152,7 @@ class _During:
         clock = self._clock
         self._outer = clock._open
         if self._outer is not None:
+            # The outer block is counted up to here, and begins again behind the inner one.
             self._outer._count()
         clock._open = self
         self._started_at = clock.now()
@@ -161,6 +165,7 @@ class _During:
 
     def _count(self) -> None:
         clock = self._clock
+        # Only what a slower device would do more slowly; the line and its codecs stay as they are.
         if clock.slowdown > 1 and SUM_OF[self._what] == "compute_s":
             clock.settle()
             time.sleep((clock.slowdown - 1) * (time.monotonic() - self._started_at))

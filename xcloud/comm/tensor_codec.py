@@ -77,11 +77,13 @@ class _Coded(StatefulTree):
             parts = self.compressor.compress(matrix)
             seen = self.compressor.decompress(parts, spec=self.spec)
             return parts, _apart(seen, source=matrix).view(self.shape)
+        # The residual goes with this message. If its update is skipped, `settle` puts it back.
         before = self.residual
         self.residual = None
         meant = matrix.to(wide(self.spec.dtype), copy=before is None)
         if before is not None:
             meant = torch.add(meant, before, alpha=self._feedback)
+        # What does not fit into float16 stays in the residual, which is wider.
         narrow = _narrowed(meant, dtype=self.spec.dtype)
         parts = tuple(_apart(part, source=meant) for part in self.compressor.compress(narrow))
         seen = _apart(self.compressor.decompress(parts, spec=self.spec), source=meant)
@@ -94,6 +96,7 @@ class _Coded(StatefulTree):
         sent = self._sent.popleft()
         kept = sent.after if was_used else sent.before
         if kept is not None:
+            # Messages of several steps may be under way: each gives back its own, and they add up.
             self.residual = kept if self.residual is None else self.residual + kept
 
     def scale(self, factor: float) -> None:
@@ -243,6 +246,8 @@ class TensorCodec(StatefulTree):
             seen.append(decoded)
         if is_final:
             self.settle(was_used=True)
+        # A message of hundreds of tensors has a part for each dtype: headers of parts would cost
+        # more than many a bias.
         joined = tuple(
             torch.cat([part.reshape(-1) for part in made if part.dtype == dtype])
             for dtype in self._dtypes
@@ -258,6 +263,8 @@ class TensorCodec(StatefulTree):
                 f"tensors to average came as {found}, expected {self.wire_specs}; do all clouds "
                 "run the same experiment file?"
             )
+        # One iterator for each dtype: tensors take their pieces in the order in which they were
+        # joined.
         rest = {
             dtype: iter(torch.split(part, [p.numel for p in self._parts if p.dtype == dtype]))
             for dtype, part in zip(self._dtypes, parts, strict=True)

@@ -157,10 +157,15 @@ class Transform(Compressor):
             return self._message(spec, kind=_NOT_FINITE, device=tensor.device)
         if largest == 0:
             return self._message(spec, kind=_NOTHING, device=tensor.device)
+        # Squares would leave float32's range, so this message carries a unit of its own.
         if not _RANGE[0] < largest < _RANGE[1]:
             return self._alone(spec, matrix_RH / largest, unit=largest)
         if self._may_have_basis(num_features) and self.features in (0, num_features):
+            # Before the message is coded, and from what is meant, not from what the receiver sees:
+            # the basis is the sender's business, who sends it.
             self._learn(matrix_RH)
+        # A covariance of fewer rows than that is mostly noise, and a basis costs H bytes a
+        # component.
         has_rows_enough = self._basis is not None or self.seen >= _ROWS_PER_FEATURE * self.features
         if self.features != num_features or not has_rows_enough:
             return self._alone(spec, matrix_RH, unit=1.0)
@@ -179,8 +184,10 @@ class Transform(Compressor):
         if kind in (_NOTHING, _NOT_FINITE):
             if len(rest):
                 raise FrameError(f"{len(rest)} bytes too many")
+            # NaN or inf anywhere makes all of it NaN, so that divergence stays visible.
             value = 0.0 if kind == _NOTHING else math.nan
             return torch.full(spec.shape, value, dtype=spec.dtype, device=device)
+        # Every value is multiplied by it.
         if not 0 < delta < math.inf:
             raise FrameError(f"the step of a message is {delta}")
         if kind == _ALONE:
@@ -211,7 +218,10 @@ class Transform(Compressor):
         rows_RH = matrix_RH[:: -(-len(matrix_RH) // most)]
         self.features = matrix_RH.shape[1]
         self.seen += len(rows_RH)
+        # A column of ones: one product then has the sums and the number of rows beside the
+        # moments.
         with_ones_RH = torch.cat([rows_RH, rows_RH.new_ones(len(rows_RH), 1)], dim=1)
+        # Float64 from here on: moments of a whole run are added up.
         moments_HH = (with_ones_RH.T @ with_ones_RH).double().cpu()
         if self._moments_HH is not None:
             moments_HH += self._moments_HH
@@ -231,6 +241,7 @@ class Transform(Compressor):
         num_kept = max(1, int((sd_H > _KEPT * self.step * math.sqrt(mean_square)).sum()))
         rows_KH = vectors_HH.flip(1).T[:num_kept]
         codes_KH = (rows_KH * (127 / rows_KH.abs().amax(1, keepdim=True))).round().to(torch.int8)
+        # Older rows fade, as training moves what is sent.
         self._moments_HH = self._moments_HH / 2
         number = 0 if self._basis is None else (self._basis.number + 1) % 256
         classes = torch.from_numpy(_classes(sd_H[:num_kept].numpy()))
@@ -251,6 +262,8 @@ class Transform(Compressor):
             self.look_at = 2 * self.since
             other = self._measured()
             other_used, other_coded = _coded_in(other, matrix_RH, delta, spec=spec)
+            # What has been sent since the last basis, had it been as much shorter as this message
+            # is.
             would_save = self.since * (1 - len(other_coded) / len(coded))
             if would_save > other.packed().nbytes:
                 has_new, basis, used, coded = True, other, other_used, other_coded
@@ -361,6 +374,7 @@ def _coded_in(
 
     def codes(delta: float) -> Tensor:
         codes_RK = _rounded(values_RK / delta, smaller=_DEAD)
+        # What is left is of the decoded components, so that their rounding is made good here, too.
         rest_RH = around_RH / delta - codes_RK @ rows_KH
         return torch.cat([codes_RK, _rounded(rest_RH, smaller=_REST - 0.5)], dim=1)
 
@@ -402,6 +416,7 @@ def _decode_alone(rest: Bytes, spec: TensorSpec) -> tuple[Tensor, npt.NDArray[An
     means = np.zeros(num_features)
     order_H = np.arange(num_features)
     edges = [0, num_features]
+    # Means and classes cost bytes for each feature, which a few rows do not pay back.
     if num_rows >= _FEW_ROWS:
         mean_bytes = np.dtype(_delta_type(spec)).itemsize * num_features
         num_bytes = mean_bytes + (num_features + 1) // 2

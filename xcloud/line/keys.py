@@ -248,6 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     show.add_argument("file", type=Path)
     given = parser.parse_args(arguments)
     if given.command == "new":
+        # Made before the key, so that a wrong --peer leaves no key behind.
         policy = _policy_naming(given.cloud, peers=given.peer)
         policy_file = given.folder / POLICY_FILE
         if given.peer and os.path.lexists(policy_file):

@@ -219,6 +219,8 @@ class MailboxRendezvous:
         signature = data[1 : 1 + data[0]]
         body = data[1 + data[0] :]
         signed = self._signed(rank, receiver=self._place.rank, body=body)
+        # Either of two on the day of a change; which one it was is settled by the digest in the
+        # note.
         for certificate in self._known(rank):
             try:
                 verify(signed, signature=signature, certificate=certificate)

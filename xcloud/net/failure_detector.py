@@ -441,6 +441,7 @@ class FailureDetector:
         reasons = [self._unreached[rank] for rank in named if rank in self._unreached]
         if reasons:
             return LinkTimeout(f"{names} cannot be reached: {reasons[0]}")
+        # What the main thread waits for in this moment says where the loss is felt.
         awaited = [self.peers[rank].awaited for rank in named if rank in self.peers]
         waits = [f" while this rank waited for {found[0]}" for found in awaited if found]
         when = "".join(waits[:1]) if self._is_connected else " while the ranks joined"

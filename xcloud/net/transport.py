@@ -168,6 +168,7 @@ class Transport(ABC):
     def run_number(self) -> int:
         """Return a number that is the same in all ranks, and not that of an earlier run."""
         if self.rank == 0:
+            # Rank 0's clock alone decides, as machines' clocks differ.
             self.rendezvous.write("run number", str(time.time_ns()))
         return int(self.rendezvous.read("run number", 0))
 

@@ -71,6 +71,7 @@ class UnsteadyLine(ABC):
                 f"wan.trace_period_s ({self.trace_period_s}) must be longer than the last time in "
                 f"wan.trace ({self.trace[-1][0]})"
             )
+        # The last rate lasts for ever, unless the trace repeats; then any of them will do.
         rates = [entry[1] for entry in self.trace]
         if self.trace and not (any(rates) if self.trace_period_s else rates[-1]):
             raise ConfigError(

@@ -149,6 +149,7 @@ def decode(buffer: torch.Tensor, sender: str) -> ControlMessage:
         raise FrameError(f"{sender} sent no control message, in {len(data)} bytes")
     kind, name_bytes, text_bytes = _HEAD.unpack_from(data)
     until = _HEAD.size + name_bytes + text_bytes
+    # The buffer may be longer than the text: over gloo a receive has room for the longest.
     if kind not in [*WordKind] or not 0 < name_bytes <= MAX_NAME_BYTES or until > len(data):
         raise FrameError(
             f"{sender} sent no control message: kind {kind}, {name_bytes} and {text_bytes} bytes"

@@ -29,6 +29,7 @@ class BatchPlan:
         begin = (step - 1) * self.batch_size
         end = begin + self.batch_size
         pieces = []
+        # A batch may take the end of one epoch and the beginning of the next.
         for epoch in range(begin // self.num_samples, (end - 1) // self.num_samples + 1):
             first = epoch * self.num_samples
             order = self._order(epoch)
@@ -37,6 +38,7 @@ class BatchPlan:
 
     def _order(self, epoch: int) -> Tensor:
         if epoch not in self._epochs:
+            # Two orders are kept at most, each 8 bytes a sample.
             self._epochs = {k: v for k, v in self._epochs.items() if k == epoch - 1}
             generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
             self._epochs[epoch] = torch.randperm(self.num_samples, generator=generator)
@@ -48,23 +50,13 @@ def cut(ids: Tensor, num_pieces: int) -> list[Tensor]:
     return list(torch.tensor_split(ids, num_pieces))
 
 
-def is_of_replica(micro_batch: int, num_micro_batches: int, replica: int, of: int) -> bool:
-    """Return whether a micro-batch of an update belongs to a replica, one of so many. In every
-    pass over the pipeline the replicas take the pass's micro-batches in turn."""
-    return micro_batch % num_micro_batches % of == replica
-
-
 def samples_of_replica(
     pieces: Sequence[Tensor], num_micro_batches: int, replica: int, of: int
 ) -> Tensor:
     """Return the sample ids, of an update's micro-batches, that a replica trains on."""
-    return torch.cat(
-        [
-            piece
-            for number, piece in enumerate(pieces)
-            if is_of_replica(number, num_micro_batches, replica=replica, of=of)
-        ]
-    )
+    # In every pass over the pipeline the replicas take the pass's micro-batches in turn.
+    own = [p for i, p in enumerate(pieces) if i % num_micro_batches % of == replica]
+    return torch.cat(own)
 
 
 @dataclass
@@ -90,6 +82,7 @@ class SampleFeed:
 
     def begin(self, step: int, num_micro_batches: int, num_passes: int) -> list[Tensor]:
         """Sample ids of all micro-batches of an update: num_micro_batches of each pass."""
+        # All ranks draw all ids, those of other ranks too; nobody has to be asked.
         pieces = cut(self.plan.ids(step), num_passes * num_micro_batches)
         ids = samples_of_replica(pieces, num_micro_batches, *self.of_replica)
         self.work = Work(len(ids), self.weigh(ids) if self.weigh else 1.0)
@@ -99,6 +92,7 @@ class SampleFeed:
         """Return the batches of this rank in one pass, cut into these pieces, by micro-batch."""
         found = {}
         for i, ids in enumerate(pieces):
+            # A rank that holds several stages may take a micro-batch at one of them only.
             if any(i % period == first for first, period in self.turns):
                 batch = self.fetch(ids)
                 found[i] = batch

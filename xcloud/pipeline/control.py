@@ -78,6 +78,7 @@ class StageSums:
         """Send this leader's numbers to the first leader, who keeps its own."""
         first = self.leaders[0]
         if self.rank != first:
+            # NaN for the stages of others: a norm that nobody fills in may never count as finite.
             norms = torch.full((len(self.leader_of),), torch.nan, dtype=torch.float64)
             for stage, value in values.items():
                 norms[stage] = value
@@ -95,12 +96,16 @@ class StageSums:
         collected = dict(values)
         for leader in others:
             received = self.incoming[leader].recv(key, overdue_s=self.overdue_s)
+            # Only what the leader speaks for is taken: another owner's rank may send anything in
+            # the rest.
             of_stages = check_norms(received, num_stages=num_stages, leader=leader)
             own = (stage for stage, rank in enumerate(self.leader_of) if rank == leader)
             collected.update({stage: of_stages[stage] for stage in own})
         # In the order of the stages: floating-point sums depend on it. A NaN norm must survive,
         # so a stage that nobody reported counts as NaN too.
         total = sum((collected.get(stage, float("nan")) for stage in range(num_stages)), 0.0)
+        # Asked once the norms are there, so what rank 0 decides holds for this update in every
+        # rank.
         signal = signal_at(step)
         parts = [torch.tensor([total], dtype=torch.float64)]
         if signal is not Signal.GO_ON:

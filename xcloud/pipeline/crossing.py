@@ -99,6 +99,7 @@ class Crossing:
             sender=layout.owner(stage, micro_batch=0),
             receiver=layout.owner(stage + 1, micro_batch=0),
         )
+        # Sender and receiver stand in one function: what is sent is received next.
         link: Any = _Handed()
         ends: dict[str, Any] = {
             "link": link,

@@ -228,6 +228,7 @@ class Ends:
         there = self.layout.cloud_of(peer)
         way = f"{here}-to-{there}"
         if wan.profile.is_inbound and boundary != CONTROL:
+            # Protocol NanoGPT's clock: one wire into a rank, whoever sends over it.
             way = f"to-rank-{peer}"
         if way not in self._clocks:
             name = f"link-{way}.{self._run_number}.clock"

@@ -138,6 +138,8 @@ class FlatBuffer:
         self.flat = torch.zeros(size + 1, dtype=first.dtype, device=first.device)
         pieces = torch.split(self.gradients, [part.numel() for part in own])
         for parameter, part, piece in zip(self.parameters, own, pieces, strict=True):
+            # A view for good: the backward adds into the vector, which is summed over ranks as it
+            # is.
             parameter.grad = with_part(parameter, part=piece.view_as(part))
 
     @property
@@ -156,16 +158,20 @@ class FlatBuffer:
         """
         if self.is_sharded:
             own = torch.linalg.vector_norm(self.gradients, dtype=torch.float64) ** 2
+            # One sum of two numbers in place of one over all gradients.
             total, squares = group.sum(torch.stack([loss.double(), own]))
             self.squares_elsewhere = float(squares - own)
             # One rank's gradient that is not finite must be seen by the one that speaks for all.
             self.flat[-1] = total if math.isfinite(float(squares)) else math.nan
             whole_loss: Tensor = total.to(loss.dtype)
             return whole_loss
+        # In the vector that is summed anyway, so the loss costs no collective, and a loss of one
+        # rank that is not finite reaches all.
         self.flat[-1] = loss
         if self.finish_sum is None:
             group.sum(self.flat)
         else:
+            # Its gradients began to be summed in the backward; only the loss is left.
             self.finish_sum()
             group.sum(self.flat[-1:])
         return self.flat[-1].clone()

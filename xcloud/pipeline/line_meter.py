@@ -43,6 +43,9 @@ class LineMeter:
             self._arrived_at_s = arrived_at_s
             if not self._delays_s:
                 return 0.0
+            # The clocks of two machines differ by an unknown number, which a heartbeat over an
+            # idle line shows together with the latency. A message cannot begin to arrive before
+            # the one in front of it has.
             start_s = max(sent_at_s + statistics.median(self._delays_s), before_s)
             return max(0.0, arrived_at_s - start_s)
 

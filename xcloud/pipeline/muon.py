@@ -68,6 +68,7 @@ class MuonWithAdamW(AdamW):
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         every = self.param_groups
+        # torch's AdamW moves every group that it sees.
         self.param_groups = [group for group in every if "momentum" not in group]
         try:
             super().step()
@@ -97,6 +98,7 @@ def orthogonalized(matrix_AB: Tensor) -> Tensor:
     """Return a matrix with nearly the same singular vectors, whose singular values lie near 1."""
     a, b, c = _COEFFICIENTS
     x = matrix_AB.float() if matrix_AB.device.type == "cpu" else matrix_AB.bfloat16()
+    # x x^T is then the smaller of the two products.
     is_tall = x.shape[0] > x.shape[1]
     if is_tall:
         x = x.T

@@ -73,6 +73,8 @@ class OneForwardOneBackward(Schedule):
         """Forwards of a stage before its first backward."""
         at_first = self.num_in_flight or num_stages
         behind = num_stages - 1
+        # Falls evenly to 1 at the last stage, which has its loss at once and waits for no
+        # gradient.
         share = (behind - stage) / behind if behind else 0.0
         return min(1 + math.ceil((at_first - 1) * share), self.num_micro_batches)
 
@@ -107,6 +109,8 @@ class ZeroBubble(OneForwardOneBackward):
         actions: list[Action] = []
         for action in order:
             if action.kind == "forward":
+                # A forward that would exceed the memory first lets go of the oldest weights that
+                # wait.
                 makes_room = num_late > max_late
             else:  # in the cool-down, while the gradient is on its way
                 makes_room = bool(actions) and actions[-1].kind == "backward"
@@ -116,6 +120,7 @@ class ZeroBubble(OneForwardOneBackward):
                 num_late -= 1
             num_late += action.kind == "backward"
             actions.append(action)
+        # Weights wait in the order of their backwards, so a count says which come next.
         late = range(num_weights, self.num_micro_batches)
         return actions + [Action("weights", stage, micro_batch=i) for i in late]
 
@@ -187,6 +192,8 @@ class DeferredWeights(SplitBackward):
 
     def __enter__(self) -> None:
         for layer in self._layers:
+            # In the instance, in front of the class's method: the module, its hooks and its
+            # state_dict stay as they are.
             layer.forward = partial(_forward, layer, self._kept)
 
     def __exit__(self, *raised: object) -> None:
@@ -239,6 +246,8 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (rows,), layer = ctx.saved_tensors, ctx.layer
+        # A graph of its own, of detached tensors: it is run in `compute`, when this backward has
+        # ended.
         with torch.enable_grad():
             ctx.kept.append(
                 _Weight.apply(  # type: ignore[no-untyped-call]

@@ -72,6 +72,8 @@ class OverlappedSums(Hook):
         """Cut a stage's buffer into buckets. One that fits a bucket is left whole: its loss goes
         with it then."""
         runs: list[list[nn.Parameter]] = [[]]
+        # Gradients come from the last layer to the first, so a bucket of neighbours is complete
+        # early.
         for parameter in reversed(buffer.parameters):
             if sum(p.numel() * p.element_size() for p in runs[-1]) >= bucket_bytes:
                 runs.append([])
@@ -102,6 +104,8 @@ class OverlappedSums(Hook):
                     "use_reentrant=False"
                 )
             while self._num_started < len(self._order):
+                # Never out of turn: collectives pair up by their order, and another rank may be at
+                # this one.
                 if self._order[self._num_started].num_missing:
                     break
                 self._start()
@@ -115,6 +119,7 @@ class OverlappedSums(Hook):
 
     def _finish(self, stage: int) -> None:
         """Start what has not begun, and block until the sums of this stage are there."""
+        # No hook starts a sum from here on.
         self._left = {}
         while self._num_started < len(self._order):
             self._start()

@@ -40,6 +40,7 @@ class PinnedBatchPlan(BatchPlan):
         self._places = [torch.cat(places[group]) for group in sorted(places)]
         shares = _shares(num_samples, weights=[len(group) for group in self._places])
         generator = torch.Generator().manual_seed(seed)
+        # Dealt out once, from the seed, so that a run that resumes deals the same.
         self._samples = torch.split(torch.randperm(num_samples, generator=generator), shares)
         self._plans = [
             # Unrelated orders, or samples of two groups would meet again in every epoch.

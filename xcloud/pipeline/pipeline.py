@@ -185,6 +185,8 @@ class Pipeline:
             loss=torch.zeros((), device=self.device),
             deferred={place: split() for place, split in splits.items()},
         )
+        # Whatever an action needs from another stage it waits for in `recv`. The order of actions
+        # is the schedule's, so no rank has to know what others do.
         for action in actions:
             self.compute(action, under_way, after_micro_batch)
         self.clock.place = NOWHERE
@@ -211,6 +213,7 @@ class Pipeline:
         else:
             with self.clock.during("weights"):
                 under_way.deferred.pop(place).compute()
+        # A gradient is complete with the backward, or with the weights that it has put off.
         if action.kind != "forward" and place not in under_way.deferred:
             after_micro_batch(action.stage)
 
@@ -232,6 +235,8 @@ class Pipeline:
         for stage in self.stages.values():
             stage.eval()
         num_replicas = self.layout.num_replicas
+        # Forwards only, so no schedule has to hold anything back. Micro-batch i belongs to replica
+        # i mod R, so replica 0 finds its pieces at each R-th.
         actions, _ = self._plan(GPipe(num_replicas * len(pieces)))
         for action in (a for a in actions if a.kind == "forward"):
             batch = fetch(pieces[action.micro_batch // num_replicas])
@@ -248,6 +253,8 @@ class Pipeline:
 
     def _plan(self, schedule: Schedule) -> tuple[list[Action], Splits]:
         """Return this rank's actions, and what splits their backwards."""
+        # Kept: a run switches between a few schedules, and each number of evaluated pieces is
+        # another.
         if schedule not in self._plans:
             fitted = schedule.for_lanes(self.num_stages, num_lanes=self.layout.num_lanes)
             actions = rank_actions(
@@ -270,6 +277,8 @@ class Pipeline:
             if received is not None and self.ports[action.stage - 1].boundary.gradient_returns:
                 for value in received.values():
                     if value.is_floating_point():
+                        # A leaf of this rank's graph: its gradient is what goes back over the
+                        # boundary.
                         value.requires_grad_()
             # Dropout depends on seed, step, micro-batch and stage alone, not on who computes it.
             micro_batch = now.first_micro_batch + action.micro_batch
@@ -279,6 +288,8 @@ class Pipeline:
                 torch.cuda.manual_seed(seed)
             with self.autocast(), weights or nullcontext():
                 output: StageOutput = self.module(action.stage, now)(received, batch)
+        # From here on what has left the stage stands for it, with a defence's noise in the graph:
+        # the gradient that comes back is of that.
         sent = output.send
         if sent is not None:
             peer = self.layout.owner(action.stage + 1, micro_batch=action.micro_batch)
@@ -288,6 +299,8 @@ class Pipeline:
     def _backward(self, action: Action, work: InFlight, now: Pass, weight: float) -> None:
         if work.loss is not None:
             with self.clock.during("backward"):
+                # Divided by the weight of the whole update, so that sums over micro-batches and
+                # ranks are the gradient of the large batch.
                 work.backward([work.loss / weight], None)
         elif not self._receive_gradient(action, work=work, now=now):
             return
@@ -307,10 +320,12 @@ class Pipeline:
             return False
         assert work.send is not None
         peer = self.layout.owner(action.stage + 1, micro_batch=action.micro_batch)
+        # The gradient has as many rows of each sample, so the counts do not cross again.
         known = _integers(work.send)
         gradients = port.backward_in[peer].recv(now.key(action), work.batch, known)
         with self.clock.during("backward"):
             pairs = [(work.send[f.name], gradients[f.name]) for f in port.boundary.gradient_fields]
+            # Of what depends on nothing that is trained no gradient is wanted.
             needed = [pair for pair in pairs if pair[0].requires_grad]
             if needed:
                 work.backward([p[0] for p in needed], [p[1] for p in needed])

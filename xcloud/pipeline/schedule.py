@@ -165,6 +165,7 @@ def ideal_ticks(schedule: Schedule, num_stages: int) -> list[list[Action]]:
     done = {a for stage in stages for a in schedule.begun(stage, num_stages=num_stages)}
     ticks: list[list[Action]] = []
     while any(queues):
+        # Decided before anything of this tick is done: an action cannot use what ends with it.
         tick = [
             queue[0]
             for queue in queues

@@ -67,7 +67,9 @@ class DivergenceGuard(StatefulTree):
     def skip_update(self, step: int, what: str) -> str:
         """Leave out an update, and return a note for the user. Raises TrainingDiverged if it may
         not be left out."""
+        # One that was made in between ends the row.
         num_in_a_row = 1 + (self.num_in_a_row if step == self.last_step + 1 else 0)
+        # As many in a row as there were steps: no update has been made at all.
         advice = _BEFORE_ANY if num_in_a_row == step else _ADVICE
         if self._on_divergence == "stop":
             remark = "to leave such updates out set training.on_divergence=skip"
@@ -111,6 +113,7 @@ class TrainedModule:
 
     @property
     def _values(self) -> dict[str, Tensor]:
+        # Under all of its names: a tied weight stands twice in state_dict, too.
         every = self.module.named_parameters(remove_duplicate=False)
         frozen = {name for name, p in every if not p.requires_grad}
         return {n: v for n, v in self.module.state_dict().items() if n not in frozen}
@@ -249,15 +252,20 @@ class Trainer(StatefulTree):
         rate = settings.optimizer.learning_rate_at(step, max_steps=settings.max_steps)
         report = StepReport(step=step, step_s=0.0, clock=clock, learning_rate=rate)
         work = Work()
+        # This replica leaves the update out, as all of its ranks know. They still have to end,
+        # save or go on together.
         if self.exchange.is_idle(step):
             signal = hooks.signal(step) if self.sums.rank == self.sums.leaders[0] else Signal.GO_ON
             report.signal = self._within_stages(Reply(math.nan, signal)).signal
         else:
             loss = self._compute_gradients(step, hooks=hooks)
             total_loss = self._exchange_gradients(step, loss=loss, hooks=hooks)
+            # Behind the exchange, so that the norm is that of the full gradient; before the
+            # clipping, since all ranks must scale by one number.
             reply = self._agree(step, hooks=hooks)
             if not math.isfinite(reply.total):
                 what = f"the loss or gradient of step {step}"
+                # All ranks have the same total, so all skip, or all raise.
                 report.skipped = self.guard.skip_update(step, what=what)
             else:
                 report.loss = total_loss
@@ -270,6 +278,7 @@ class Trainer(StatefulTree):
             if total_loss is not None and not self.losses.is_private:
                 report.num_learned = self.feed.work.weight
         with clock.during("average"):
+            # Also behind a skipped update: the others make this call, too.
             self.exchange.after_update(step, work)
         self.num_updates = step
         report.step_s = clock.end_step()
@@ -295,6 +304,7 @@ class Trainer(StatefulTree):
         """Compute the gradients of this rank's micro-batches into the buffers, and return their
         loss."""
         for stage in self.stages.values():
+            # Gradients are views of this vector, so they are set to zero and never dropped.
             stage.buffer.zero()
         m = self.schedule.num_micro_batches
         num_passes = self.settings.accumulate_steps
@@ -362,6 +372,7 @@ class Trainer(StatefulTree):
         with self.pipeline.clock.during("average"):
             for stage in self.stages.values():
                 sent = torch.tensor(reply, dtype=torch.float64)
+                # One broadcast for both, in float64: the norm keeps its bits.
                 total, signal = stage.group.from_leader(sent).tolist()
                 reply = Reply(total, Signal(int(signal)))
         return reply
@@ -369,9 +380,12 @@ class Trainer(StatefulTree):
     def _squared_norm(self, buffer: FlatBuffer) -> float:
         """Return NaN for a gradient that the optimizer cannot take, or a loss that is not
         finite."""
+        # The loss lies in the last place of the buffer and was summed with the gradients.
         if not math.isfinite(float(buffer.flat[-1])):
             return math.nan
         limit = self.settings.optimizer.clip_norm or math.inf
+        # Looked through only where clipping would leave a value whose square overflows: a pass
+        # over all gradients costs.
         if limit * limit > torch.finfo(buffer.flat.dtype).max and not buffer.has_finite_squares():
             return math.nan
         if self.settings.optimizer.clip_norm:

@@ -169,13 +169,16 @@ def wire(
     """
     layout = job.cluster
     is_elastic = job.roster.is_elastic
+    # All ranks ask for all groups in one order, as torch makes a group only where everybody calls.
     groups = {
         stage: group
         for stage in range(layout.num_stages)
         for ranks in layout.replicas_of(stage)
         if (group := ends.group(ranks, device=device)) is not None
     }
+    # Before the boundaries: these links carry heartbeats, and are the last to be closed.
     control = join_control(ends, on_report=on_report) if layout.num_ranks > 1 else None
+    # A cloud that comes back has new processes, to which rank 0 needs new control links.
     rejoin = None
     if control is not None and is_elastic:
         rejoin = partial(_join_peer, control, ends, on_report)
@@ -215,6 +218,7 @@ def _join_peer(control: Control, ends: Ends, on_report: OnReport, peer: int) -> 
     }
     if ends.rank == 0:
         handlers[Kind.REPORT] = partial(on_report, peer)
+    # A report is the longest of these messages; norms and barriers go beside it.
     capacity = REPORT_CAPACITY_BYTES + FRAME_SLACK_BYTES
     control.out[peer], control.incoming[peer] = ends.both(
         "control", peer=peer, capacity_bytes=capacity, under_way=_CONTROL_AHEAD, handlers=handlers
@@ -229,6 +233,8 @@ def _join_sums(job: WiredJob, ends: Ends, control: Control | None) -> StageSums:
     rank = ends.rank
     sums = StageSums(rank=rank, leader_of=layout.leader_of(layout.placement(rank).replica))
     first, *others = sums.leaders
+    # Rank 0 has a link to every rank already. Norms of another replica do not pass through its
+    # cloud.
     if first == 0 and control is not None:
         return replace(
             sums, out=control.out, incoming=control.incoming, overdue_s=control.overdue_s
@@ -322,11 +328,14 @@ class Boundaries:
         pairs = rank_pairs(layout, stage=stage, replica=layout.placement(rank).replica)
         if not any(rank in pair for pair in pairs):
             return
+        # A boundary joins only ranks that have a micro-batch in common: with a and b ranks these
+        # are as many pairs as their least common multiple.
         all_pairs = _pair_of_each_micro_batch(layout, stage=stage)
         in_flight: Counter[tuple[int, int]] = Counter()
         for schedule in job.schedules:
             fitted = schedule.for_lanes(layout.num_stages, num_lanes=layout.num_lanes)
             actions = fitted.actions(stage, num_stages=layout.num_stages)
+            # The most of all schedules that the run may switch to: links are made once.
             in_flight |= max_in_flight(actions, link=lambda i: all_pairs[i % len(all_pairs)])
         boundary = job.boundaries[stage]
         self.ports[stage] = BoundaryPorts(boundary)

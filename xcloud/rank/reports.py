@@ -163,6 +163,7 @@ class MemoryMeter:
     @contextmanager
     def first_step(self) -> Iterator[None]:
         """Reset the peaks and count activations, the first time that it is entered."""
+        # Later steps need as much, and hooks on every kept tensor take time.
         if not self._is_first:
             yield
             return
@@ -385,7 +386,10 @@ class GpuClock(StepClock):
         spans = self._unread
         self._unread = []
         for what, start, end, place in spans:
-            super().count(Span(what, self._s(start), ended_at_s=self._s(end), place=place))
+            # Events know only the time since another one, so all count from the step's first.
+            from_s = self._began_at_s + self._began.elapsed_time(start) / 1e3
+            until_s = self._began_at_s + self._began.elapsed_time(end) / 1e3
+            super().count(Span(what, from_s, ended_at_s=until_s, place=place))
 
     def now(self) -> Any:
         return time.monotonic() if self._began is None else _event()
@@ -394,11 +398,9 @@ class GpuClock(StepClock):
         if self._began is None:
             super().count(span)
         else:
+            # Its ends are events of the stream; asking for their times now would wait for the
+            # device.
             self._unread.append(span)
-
-    def _s(self, event: Any) -> float:
-        seconds: float = self._began_at_s + self._began.elapsed_time(event) / 1e3
-        return seconds
 
 
 def _event() -> Any:

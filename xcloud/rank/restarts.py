@@ -184,6 +184,7 @@ class Doorbell:
 
     def __init__(self, store: Store, rank: int, address: str, place: str) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        # Nobody accepts: the system answers a connection by itself, which is all that is asked.
         self._listening = socket.create_server((address, 0), family=family, backlog=256)
         self._address = address
         self._place = place
@@ -221,6 +222,7 @@ def unreachable(why: str, store: str, here: str, there: str) -> str:
     there: address and port of the other rank.
     """
     if is_loopback(here) != is_loopback(there.rpartition(":")[0]):
+        # The most usual cause: the host's name stands for 127.0.1.1 in /etc/hosts.
         whose = "this rank listens" if is_loopback(here) else "it listens"
         own = here if is_loopback(here) else there
         return (
@@ -295,6 +297,7 @@ def attempt_of(
                 name_of=name_of,
                 say=say,
             )
+        # The store of the attempt before: its server was about to end.
         except DistNetworkError:
             if rank == 0 or time.monotonic() > until_s:
                 raise

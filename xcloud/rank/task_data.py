@@ -231,6 +231,7 @@ class Evaluator(Hook):
         data = self.data
         pipeline = self.pipeline
         pieces = scored_pieces(self.context.job.training, num_samples=data.num_samples(split))
+        # In all ranks of replica 0: the stages before the last compute what it decodes from.
         predictions = predicted(
             pipeline, groups=self.groups, data=data, split=split, pieces=pieces, step=step
         )
@@ -396,6 +397,7 @@ def gather_predictions(mine: Mapping[int, list[int]], group: RankGroup) -> dict[
     everyone = group.gather(padded)
     predictions: dict[int, list[int]] = {}
     for length, numbers in zip(sizes, everyone, strict=True):
+        # Flat: id, how many tokens follow, the tokens.
         values = numbers[: int(length)].tolist()
         at = 0
         while at < len(values):

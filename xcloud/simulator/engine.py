@@ -280,6 +280,7 @@ class _Run:
             )
         if (token := self.program.signals[rank][index]) >= 0:
             self.count(token, at_s=now_s, cause=Cause(rank, operation=index, parcel=-1))
+        # The rank itself goes on behind this operation, as far as it can.
         self.awake.append(rank)
 
     def count(self, token: int, at_s: float, cause: Cause) -> None:

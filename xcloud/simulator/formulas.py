@@ -159,6 +159,7 @@ def exchange_of(
     for stage in range(len(shares)):
         stages_at[tuple(layout.stage_cloud(stage, replica=r) for r in replicas)].append(stage)
     for clouds, stages in stages_at.items():
+        # The replica with the fewest ranks shares the codecs' work among fewest, so it is last.
         num_ranks = min(
             len({rank for stage in stages for rank in layout.ranks_of(stage, replica=replica)})
             for replica in replicas

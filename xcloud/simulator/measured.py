@@ -108,6 +108,7 @@ def measured_costs(timeline: Timeline) -> Costs:
                 own["clip"] + (average_us if is_alone else 0),
                 own["after"],
             )
+            # An update covers all stages of a rank at once, and no span says which.
             shares.append([1e-6 * us / num_held for us in each_us])
         fetch_s, average_s, norm_s, optimizer_s = map(_mean, zip(*shares, strict=True))
         return Update(fetch_s, average_s, norm_s, optimizer_s=optimizer_s)
@@ -177,6 +178,7 @@ def typical(steps: Sequence[Any]) -> Any:
     if isinstance(first, Sequence):
         return [typical(each) for each in zip(*steps, strict=True)]
     if isinstance(first, int | float):
+        # A step in which something else held the machine up counts for nothing.
         return statistics.median(steps)
     return first
 
@@ -326,6 +328,7 @@ class Trial:
         return sorted(costs_of.items(), key=lambda entry: entry[0])
 
     def _of_stage(self, stage: int) -> _Quantities:
+        # A split leg is compared with the others at its own number of samples, hence the curve.
         whole, split = (self._legs(self.own, splits) for splits in (False, True))
         both = Curve([(b, c.forward_s[stage] + c.backward_s[stage]) for b, c in whole])
         facts = self.stages[stage]._asdict()
@@ -373,6 +376,8 @@ def _by_block(
         shares = {}
         for b in points:
             seen = [p for p in parts if b in p.of[name] and not (late and p.holds[1])]
+            # A row for each part: how often it calls a stage, whether it has the front and the
+            # tail, its blocks. What this quantity cannot have is struck out.
             rows = np.array([part.holds for part in seen], float).reshape(-1, 4) * is_known
             shares[b] = _solved(
                 rows, values=[p.of[name][b] for p in seen], may_save=name == "splitting_s"

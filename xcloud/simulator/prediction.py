@@ -119,6 +119,7 @@ class Prediction:
         spent = defaultdict[str, float](float)
         for cause, from_s, until_s in self._causes(rank):
             spent[cause] += max(0.0, until_s - max(from_s, since_s))
+            # The chain goes back into the step before; this step's part of it ends here.
             if from_s <= since_s:
                 break
         return largest_first(spent)
@@ -201,6 +202,7 @@ class Prediction:
             begin_s = self.moments.begin_s[rank][index]
             place = _OUTSIDE if op.action is None else op.action
             if begin_s > at_s:
+                # As a real rank counts it: waits for the ranks of its own stage are averaging.
                 what = "average" if op.what in ("average", "shared") else "wait"
                 yield _Span(what, place, from_s=at_s, until_s=begin_s)
             at_s = begin_s
@@ -295,6 +297,7 @@ class Simulator(StepProgram):
         lines = [
             costs.line(self.layout, here=route.here, there=route.there) for route in self.routes
         ]
+        # Codecs count with the action that they belong to: a rank does one thing at a time.
         moments = self.engine(self.program, seconds, num_bytes, lines)
         if not all(moments.has_ended(self.program, rank=rank) for rank in range(len(seconds))):
             raise self.deadlock()

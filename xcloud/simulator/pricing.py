@@ -102,6 +102,8 @@ class Pricer:
         by_count: dict[tuple[int, int], Prediction] = {}
         for first, numbers in self._alike[plan.strategy].items():
             for number in numbers:
+                # Replicas that are alike and have as many micro-batches take equally long, so one
+                # is simulated.
                 key = first, self._num_own(plan, replica=number)
                 by_count[key] = by_count.get(key) or self.predict(plan, number)
                 parts.append((by_count[key], replicas[number]))
@@ -274,6 +276,7 @@ class Pricer:
         whole = max(1, profile.trained_bytes)
         trains_locally = averaging.traits.trains_locally
         spans = pairwise((0, *ends))
+        # What replicas average is what is trained, whatever lies beside it in a stage.
         shares = [self._work(*span, 1.0).trained_bytes / whole for span in spans]
         around_s = profile.around_changes_s if trains_locally else profile.around_gradients_s
         return exchange_of(
@@ -295,6 +298,7 @@ class Pricer:
             out = back = Direction()
             if here != there:
                 out, back = self.directions_at(plan.compression, end, b)
+                # Rows that are kept behind the boundary do not cross again.
                 out = out.times(self.crossing.get(stage, 1.0))
             elif f"{here}-{here}" in self.profile.lines:  # as it is, without a codec
                 ways = self.directions_at(NO_COMPRESSION, end, b)

@@ -150,6 +150,7 @@ class StepProgram:
 
     def _build_passes(self, orders: list[list[Action]]) -> None:
         m = self.schedule.num_micro_batches
+        # A token for each message, made by whichever of its two ends is built first.
         tokens = defaultdict[TransferCost, int](self._one.token)
         needed = set[TransferCost]()
         posted = set[TransferCost]()
@@ -203,6 +204,7 @@ class StepProgram:
             if len(mates) > 1:
                 if mates not in gathered:
                     gathered[mates] = self._one.token(len(mates))
+                # An all-reduce begins once the last of a stage's ranks has arrived.
                 self._add(placement.rank, op=Op("arrive"), signal=gathered[mates])
                 self._add(placement.rank, op=Op("average"), need=gathered[mates])
             self._add(placement.rank, op=Op("clip"))
@@ -216,6 +218,7 @@ class StepProgram:
         program = self._one
         leader_of = [self.layout.ranks_of(p.stages[0])[0] for p in self.placements]
         others = sorted({*self.layout.leader_of()} - {0})
+        # Two hops, as in a run: rank 0 to the leader of each stage, the leader to its mates.
         answers = {leader: program.token() for leader in others}
         shared = {leader: program.token() for leader in set(leader_of)}
         if not self.schedule.overlaps_updates:
