@@ -91,12 +91,84 @@ def test_an_outage_lasts_until_all_streams_carry_again(clock: Clock) -> None:
 
 
 def test_a_peer_that_has_greeted_is_not_waited_for_as_one_that_never_came(clock: Clock) -> None:
-    course = course_of(LineState("b"), first_within_s=5.0)
+    met, course = (course_of(LineState("b"), first_within_s=5.0) for _ in range(2))
     clock.now_s += 4.0
-    course.failed("nobody dials")
-    clock.now_s += 2.0
+    assert not course.failed("nobody dials") and not met.failed("nobody dials")
+    met.met()
+    clock.now_s += 1.0
+    assert not course.failed("nobody dials")
+    clock.now_s += 1.0
     with pytest.raises(LinkTimeout, match=r"no line to b in 5 s"):
         course.failed("nobody dials")
+    assert not met.failed("cut")
+    clock.now_s += 8.0  # ten since it greeted
+    assert not met.failed("cut")
+    clock.now_s += 0.1
+    with pytest.raises(LinkClosed, match=r"down for 10 s \(cluster.reconnect_s\): cut$"):
+        met.failed("cut")
+
+
+def test_a_rank_that_does_not_come_is_spoken_of_after_two_seconds_and_once_a_minute(
+    clock: Clock,
+) -> None:
+    said: list[str] = []
+    state = LineState("b", say=said.append)
+    course = course_of(state, first_within_s=1e3)
+    course.failed("nobody dials")
+    clock.now_s += 1.9
+    course.failed("nobody dials")
+    assert said == []
+    clock.now_s += 0.1
+    course.failed("nobody dials")
+    clock.now_s += 59.0
+    course.failed("nobody dials")
+    clock.now_s += 1.0
+    course.failed("nobody dials")
+    assert said == [f"waiting for b, {waited} s: nobody dials" for waited in (2, 62)]
+    course.met()
+    course.carries(0)
+    state.lacks("2 of 3 are there")
+    assert said[2:] == ["the line to b lacks connections: 2 of 3 are there"]
+    state.waits("it begins again")
+    clock.now_s += 2.0
+    state.waits("it begins again")
+    assert said[3:] == ["waiting for b, 2 s: it begins again"]
+
+
+def test_a_peer_lives_while_its_line_is_awaited_and_only_then(clock: Clock) -> None:
+    """A line that is down is no sign that the rank is; one that never came gives no sign."""
+    peer = Peer()
+    course = Course("forward", LineState("b"), peer, first_within_s=60.0, reconnect_s=10.0)
+    course.failed("nobody dials")
+    assert peer.silent_s == float("inf")
+    course.met()
+    assert peer.silent_s < 10.0
+    peer.forget()
+    course.carries(0)
+    course.ended(0, "cut")
+    assert peer.silent_s < 10.0
+
+
+def test_what_a_connection_carried_is_forgotten_with_it(clock: Clock) -> None:
+    """So the next ones of the same number count as empty until they carry, and a reason names
+    packets that are too long only while nothing has passed since."""
+    state = LineState("b")
+    course = course_of(state)
+    course.met()
+    assert not course.ended(0, "cut") and not course.has_carried
+    course.carries(0)
+    assert course.has_carried
+    assert course.ended(0, "cut")
+    clock.now_s += 10.1
+    with pytest.raises(LinkClosed, match=r"reconnect_s\): cut$"):  # and nothing of packets
+        course.failed("cut")
+    assert state.num_cuts == 1
+    assert state.down_s == pytest.approx(10.1)
+    state.is_down("another", since_s=clock.now_s - 30.0, until_s=clock.now_s, reason="cut")
+    assert state.down_s == pytest.approx(30.0)  # of the stream that has waited longest
+    state.sent_again(3)
+    state.sent_again(4)
+    assert state.sent_again_bytes == 7
 
 
 def test_once_what_matters_is_done_the_end_of_a_connection_is_no_cut(clock: Clock) -> None:

@@ -1,14 +1,22 @@
 """What the sender of a line knows of the pieces that are under way."""
 
+import struct
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 
-from xcloud.base.errors import FrameError
+from xcloud.base.errors import ConfigError, FrameError
 from xcloud.line import pieces
-from xcloud.line.hello import Hello, StreamName, decode_hello, encode_hello
+from xcloud.line.hello import (
+    Hello,
+    HelloRefusal,
+    StreamName,
+    decode_hello,
+    encode_hello,
+    encode_refusal,
+)
 from xcloud.line.pieces import HEADER, MAX_OPEN_FRAMES, PIECE_BYTES, Assembly, Outbox
 from xcloud.net.frame import HEAD_BYTES
 from xcloud.net.link_end import QueuedBytes, ignore
@@ -117,3 +125,131 @@ def test_a_greeting_names_a_connection_of_those_there_are(connection: int, of: i
         decode_hello(said[1:], sender="a")
     last = encode_hello(Hello(name, bytes(16), attempt=1, connection=9, of=10))
     assert decode_hello(last[1:], sender="a").connection == 9  # type: ignore[union-attr]
+
+
+def test_a_greeting_is_on_the_wire_as_every_release_of_its_version_reads_it() -> None:
+    name = StreamName("forward 0", "a", sender=1, receiver_cloud="bc", receiver=2)
+    said = Hello(name, bytes(range(16)), attempt=3, connection=4, of=5, expected=6, known=7)
+    numbers = struct.pack("<BBBIIIII", 3, 4, 5, 3, 7, 1, 2, 6)
+    rest = b"XCLH" + numbers + bytes(range(16)) + b"\1a\2bc\x09forward 0"
+    assert encode_hello(said) == bytes([len(rest)]) + rest
+    assert decode_hello(rest, sender="a") == said
+    refusals = {"NOT_YET": 1, "EARLIER_ATTEMPT": 2, "OTHER_RUN": 3}
+    assert {reason.name: encode_refusal(reason) for reason in HelloRefusal} == {
+        reason: b"\6XCLR\3" + bytes([number]) for reason, number in refusals.items()
+    }
+    for reason in HelloRefusal:
+        assert decode_hello(encode_refusal(reason)[1:], sender="a") is reason and reason.text
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda rest: b"XCLX" + rest[4:], "begins with b'XCLX'"),
+        (lambda rest: rest[:4] + b"\2" + rest[5:], "speaks version 2 of the line, this rank 3"),
+        (lambda rest: b"XCLR\2\1", "speaks version 2"),
+        (lambda rest: b"XCLR\3\x09", "sent no greeting"),
+        (lambda rest: rest[:-1], "a name is longer than the rest"),
+        (lambda rest: rest + b"x", "1 bytes follow its end"),
+        (lambda rest: rest[:20], "sent no greeting"),
+        (lambda rest: rest.replace(b"\1a", b"\1\x1b"), "a name cannot be printed"),
+        (lambda rest: rest.replace(b"\1a", b"\0"), "a name cannot be printed"),
+    ],
+)
+def test_what_is_no_greeting_is_refused_by_its_sender_s_name(change: Any, said: str) -> None:
+    name = StreamName("forward 0", "a", sender=1, receiver_cloud="bc", receiver=2)
+    rest = encode_hello(Hello(name, bytes(16), attempt=3, connection=0, of=1))[1:]
+    with pytest.raises(FrameError, match=f"cloud_x .*{said}"):
+        decode_hello(change(rest), sender="cloud_x")
+
+
+def test_names_that_fit_into_no_greeting_are_refused_where_it_is_written() -> None:
+    def said(length: int) -> bytes:
+        name = StreamName("f", "a" * length, sender=1, receiver_cloud="b", receiver=2)
+        return encode_hello(Hello(name, bytes(16), attempt=3, connection=0, of=1))
+
+    longest = next(length for length in range(256) if len(said(length)) == 256)
+    assert said(longest)[0] == 255
+    with pytest.raises(ConfigError, match="too long for a line between them"):
+        said(longest + 1)
+
+
+def test_an_answer_that_counts_no_frame_says_how_long_it_took_and_that_nothing_moves() -> None:
+    box = box_of(2 * PIECE_BYTES, 1000)
+    box.begin(0, of=1, expected=0)
+    assert box.is_empty and not box.awaits(0)
+    assert len((box.take(0) or pytest.fail("a piece"))[1]) == PIECE_BYTES
+    box.ask(0)
+    assert box.awaits(0) and not box.is_empty
+    assert box.acknowledge(0, 1) == (PIECE_BYTES, 0, True)
+    assert box.acknowledge(0, 2) == (0, 1, False)
+    assert box.acknowledge(0, 2) == (0, 0, False)
+    box.take(0)
+    piece, data, frame_bytes = box.take(0) or pytest.fail("the last frame")
+    assert (piece.frame, piece.number, len(data), frame_bytes) == (1, 0, 1000, 1000)
+    assert box.acknowledge(0, 4) == (PIECE_BYTES + 1000, 0, True)  # of the first frame
+    assert box.is_empty and box._queued._num_bytes == 0
+    for counted in (3, 5):
+        with pytest.raises(FrameError, match=f"acknowledges {counted} pieces; .* 4 of 4"):
+            box.acknowledge(0, counted)
+
+
+def test_what_is_under_way_stays_within_the_window_but_for_one_frame() -> None:
+    """The bytes that were acknowledged of the oldest frame are no longer under way."""
+    frames = iter([torch.zeros(size, dtype=torch.uint8) for size in (3 * PIECE_BYTES, 10, 10)])
+    box = Outbox(PIECE_BYTES + 10, next_frame=lambda: next(frames, None), queued=QueuedBytes())
+    box.begin(0, of=1, expected=0)
+    taken = 0
+    while box.take(0) is not None:
+        taken += 1
+    assert taken == 3  # all of the first frame, and no other beside it
+    box.acknowledge(0, 1)
+    assert box.take(0) is None
+    box.acknowledge(0, 2)
+    assert box.take(0) is not None and box.take(0) is None
+    box.acknowledge(0, 3)
+    assert box.take(0) is not None
+
+
+def test_a_connection_that_is_one_of_several_may_expect_what_was_oldest_when_it_was_made() -> None:
+    box = box_of(1000, 1000, 1000)
+    for number in (0, 1):
+        box.begin(number, of=2, expected=0)
+    for _ in range(3):
+        box.take(0)
+    box.acknowledge(0, 2)
+    box.begin(1, of=2, expected=1)  # it had been at frame 0 before
+    with pytest.raises(FrameError, match="expects frame 1, but 2 to 3 can come"):
+        box.begin(1, of=2, expected=1)
+    with pytest.raises(FrameError, match="expects frame 1, but 2 to 3 can come"):
+        box.begin(0, of=1, expected=1)
+    with pytest.raises(FrameError, match="expects frame 4, but 0 to 3 can come"):
+        box.begin(0, of=2, expected=4)
+    box.begin(0, of=2, expected=3)
+    assert box.is_empty
+
+
+def test_an_assembly_forgets_what_it_has_delivered_and_bounds_what_it_holds() -> None:
+    delivered: list[bytes] = []
+    assembly = Assembly(
+        3 * PIECE_BYTES,
+        2 * PIECE_BYTES,
+        deliver=lambda frame: delivered.append(frame.numpy().tobytes()),
+    )
+    long = PIECE_BYTES + HEAD_BYTES
+    assembly.place(1, long, 1)[:] = b"b" * HEAD_BYTES
+    assembly.arrived(1, 1)
+    assembly.arrived(1, 1)  # which counts once
+    with pytest.raises(FrameError, match="1 frames from 0 on are not finished"):
+        assembly.place(2, PIECE_BYTES, 0)
+    assembly.place(0, HEAD_BYTES, 0)[:] = b"a" * HEAD_BYTES
+    assembly.arrived(0, 0)
+    assert delivered == [b"a" * HEAD_BYTES] and assembly.expected == 1
+    assembly.place(0, HEAD_BYTES, 0)[:] = b"x" * HEAD_BYTES  # it goes nowhere
+    assembly.arrived(0, 0)
+    assembly.place(1, long, 0)[:] = b"a" * PIECE_BYTES
+    assembly.arrived(1, 0)
+    assert delivered[1] == b"a" * PIECE_BYTES + b"b" * HEAD_BYTES and assembly.expected == 2
+    assembly.place(2, 3 * PIECE_BYTES, 2)  # alone a frame may be longer than all together
+    with pytest.raises(FrameError, match=r"frame 2 has 786,433 bytes; .* at most 786,432"):
+        assembly.place(2, 3 * PIECE_BYTES + 1, 0)

@@ -1,8 +1,12 @@
+import struct
+import zlib
+
 import pytest
 import torch
 
-from xcloud.base.errors import FrameError
+from xcloud.base.errors import ConfigError, FrameError
 from xcloud.net.frame import (
+    OF_A_STEP,
     Kind,
     MessageKey,
     TensorSpec,
@@ -114,3 +118,47 @@ def test_the_beginning_of_a_frame_says_its_length_or_is_refused() -> None:
         damaged[byte] ^= 1
         with pytest.raises(FrameError, match=r"begin|version"):
             bytes_of_frame(damaged, sender="b")
+
+
+def test_a_frame_is_on_the_wire_as_every_release_of_its_version_reads_it() -> None:
+    part = torch.tensor([1, -2], dtype=torch.int16)
+    frame = encode_frame(MessageKey(Kind.GRADIENT, 7, micro_batch=3), (part,), sequence=5)
+    seal_frame(frame, -1.5)
+    rest = struct.pack("<BBIhh", 6, 1, 2, 1, -2)
+
+    def written(crc: int) -> bytes:
+        return struct.pack("<4sBBBBIIIIQd", b"XCLD", 1, 2, 1, 0, 7, 3, 5, crc, 4, -1.5) + rest
+
+    assert frame.numpy().tobytes() == written(zlib.crc32(written(0)))
+    codes = [int(encode_frame(KEY, (torch.zeros(1, dtype=dtype),), 0)[40]) for dtype in DTYPES]
+    assert codes == [*range(10)]
+
+
+def test_a_promise_with_a_bound_admits_what_is_shorter_and_no_other_type() -> None:
+    bound = TensorSpec((4,), torch.int8, is_bound=True)
+    for shape, dtype, fits in (
+        ((4,), torch.int8, True), ((0,), torch.int8, True), ((5,), torch.int8, False),
+        ((2, 2), torch.int8, False), ((4,), torch.uint8, False),
+    ):  # fmt: skip
+        assert bound.admits(TensorSpec(shape, dtype)) is fits
+    fixed = TensorSpec((4,), torch.int8)
+    assert fixed.admits(fixed) and not fixed.admits(TensorSpec((3,), torch.int8))
+    assert (bound.num_bytes, bound.numel, bound.is_floating) == (4, 4, False)
+    assert TensorSpec((2, 3), torch.float64).num_bytes == 48
+
+
+def test_messages_are_counted_by_what_they_are_for() -> None:
+    other = ("NORM", "REPORT", "CHOICE", "BARRIER", "ALIVE", "CHECKPOINT")
+    counted = dict.fromkeys(other, "other")
+    counted |= {"ACTIVATION": "forward", "GRADIENT": "backward", "AVERAGING": "averaging"}
+    assert {kind.name: kind.traffic for kind in Kind if kind.traffic} == counted
+    assert {kind.name for kind in OF_A_STEP} == {
+        "ACTIVATION", "GRADIENT", "NORM", "CHOICE", "AVERAGING"
+    }  # fmt: skip
+
+
+def test_a_part_that_no_header_describes_is_refused_with_what_to_do() -> None:
+    spec = TensorSpec((2**32 - 1,), torch.int8)
+    assert frame_bytes((spec,)) == 40 + 6 + 2**32 - 1
+    with pytest.raises(ConfigError, match="4,294,967,296 values in one part; the most is 4,294"):
+        frame_bytes((TensorSpec((3, 2**32), torch.int8),))

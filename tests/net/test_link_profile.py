@@ -7,7 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xcloud.base.errors import ConfigError
-from xcloud.net.link_profile import LinkProfile, line_bytes
+from xcloud.net.link_profile import (
+    FREE,
+    REAL,
+    SEALED,
+    InboundWire,
+    LinkProfile,
+    Liveness,
+    Wan,
+    line_bytes,
+)
+from xcloud.net.unsteady_line import jitter_share
 
 
 def test_transfer_time_counts_packet_headers_and_latency() -> None:
@@ -140,3 +150,72 @@ def test_random_outages_are_the_same_whoever_asks_and_how_many_do() -> None:
         assert all(outages(3) == alone for _ in range(20))
     finally:
         sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize(
+    ("wan", "flags", "said"),
+    [
+        (REAL, "metered", "the network as it is"),
+        (FREE, "numbers", "no limit"),
+        (SEALED, "metered owners", "sealed lines between owners"),
+        (LinkProfile(1e9), "emulated numbers", "emulated 1 Gbit/s, 0 ms round trip"),
+        (
+            LinkProfile(2e8, 0.05, 0.01, trace=[[0, 1e6]], outages=[[1, 1]]),
+            "emulated numbers",
+            "emulated 200 Mbit/s, 100 ms round trip, jitter 10 ms, trace of 1 rates, outages",
+        ),
+        (
+            LinkProfile(1e6, 0.001, outage_every_s=5, outage_lasting_s=1),
+            "emulated numbers",
+            "emulated 1 Mbit/s, 2 ms round trip, outages",
+        ),
+        (
+            InboundWire(8e7, 0.01),
+            "emulated numbers inbound",
+            "emulated inbound wire of each rank, 80 Mbit/s and 10 ms a message, one after the "
+            "other",
+        ),
+    ],
+)
+def test_a_line_says_what_it_is_and_who_keeps_its_time(wan: Wan, flags: str, said: str) -> None:
+    assert wan.describe() == said
+    names = {
+        "emulated": wan.emulated,
+        "metered": wan.is_metered,
+        "owners": wan.between_owners,
+        "numbers": wan.has_numbers,
+        "inbound": getattr(wan, "is_inbound", False),
+    }
+    assert [name for name, holds in names.items() if holds] == flags.split()
+    is_profile = isinstance(wan, LinkProfile)
+    assert wan.profile is (wan if is_profile else None)
+    expected_s = 10 * wan.transfer_s(1000) if is_profile else 0.0
+    assert wan.allowance_s(1000) == expected_s
+
+
+def test_a_message_on_an_inbound_wire_takes_its_bits_and_then_its_latency() -> None:
+    wire = InboundWire(8e6, 0.25)
+    assert wire.transfer_s(1024) == 0.0  # a heartbeat
+    assert wire.transfer_s(2_000_000) == wire.line_s(2_000_000) == 2.25
+    assert wire.sent_at(7.0, 2_000_000) == 9.25 and wire.sent_at(7.0, 8) == 7.0
+    assert wire.beyond_s == wire.latency_at(9.25) == 0.0
+    line = LinkProfile(8e6, 0.25)
+    assert line.beyond_s == 0.25 and tuple(line.nominal) == (0.0, 8e6, 0.25)
+    for unsteady in ({"jitter_s": 0.1}, {"outages": [[1, 1]]}, {"trace": [[0, 1e6]]}):
+        with pytest.raises(ConfigError, match="the benchmark's own steady wire"):
+            InboundWire(8e6, **unsteady)  # type: ignore[arg-type]
+
+
+def test_chance_on_an_emulated_line_is_the_same_in_every_release() -> None:
+    assert [round(jitter_share(number), 6) for number in range(3)] == [0.5847, 0.189412, 0.475235]
+    line = LinkProfile(1e6, outage_every_s=10.0, outage_lasting_s=1.0)
+    assert [round(start_s, 6) for start_s, _ in line._random_outages(20.0)] == [
+        18.606071,
+        33.792363,
+    ]
+
+
+def test_a_rank_is_lost_after_three_heartbeats_at_the_earliest() -> None:
+    Liveness(interval_s=2.0, lost_after_s=6.0)
+    with pytest.raises(ConfigError, match=r"lost_after_s \(5\.9\) must be at least three times"):
+        Liveness(interval_s=2.0, lost_after_s=5.9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,15 @@ from xcloud.layout import Cloud, ClusterLayout
 from xcloud.line.keys import make_key
 from xcloud.net.frame import Kind, MessageKey
 from xcloud.security.audit import audit_file, set_aside, signature_file, write_rank_audit
-from xcloud.show.wire_audit import MAX_BYTES, main
+from xcloud.show.wire_audit import (
+    MAX_BYTES,
+    ComparedCount,
+    Comparison,
+    Counted,
+    as_json,
+    in_words,
+    main,
+)
 
 TWO = ClusterLayout({"cloud_a": Cloud(), "cloud_b": Cloud()}, "free")
 Say = Callable[..., tuple[int, dict[str, Any]]]
@@ -256,3 +265,70 @@ def test_the_cloud_of_a_rank_is_what_ones_own_record_says(
     changed(file, rename)
     with pytest.raises(DataError, match="rank 1 is of 'cloud_B'; by the records in"):
         main([str(tmp_path / "a"), str(tmp_path / "b")])
+
+
+def counts(kind: str, sent: Any, received: Any, is_cut: bool) -> ComparedCount:
+    sides = [None if side is None else Counted(*side) for side in (sent, received)]
+    return ComparedCount("a rank 0", "b rank 1", kind, *sides, is_cut=is_cut)
+
+
+PAIRS = {
+    "forward": (counts("forward", (3, 3000), (3, 3000), is_cut=True), "equal"),
+    "norm": (counts("norm", (3, 3000), (2, 2000), is_cut=False), "differs"),
+    "backward": (counts("backward", (3, 3000), (2, 2000), is_cut=True), "under way"),
+    "less": (counts("less", (3, 3000), (2, 3000), is_cut=True), "differs"),
+    "fewer": (counts("fewer", (2, 3000), (2, 2000), is_cut=True), "differs"),
+    "more": (counts("more", (2, 2000), (3, 3000), is_cut=True), "differs"),
+    "start": (counts("start", (1, 50), None, is_cut=True), "not known"),
+    "stop": (counts("stop", None, (1, 50), is_cut=True), "not known"),
+    "word": (counts("word", None, (1, 50), is_cut=False), "differs"),
+}
+
+
+def test_a_comparison_is_told_to_the_letter_for_people_and_for_programs() -> None:
+    assert {kind: pair.verdict for kind, (pair, _) in PAIRS.items()} == {
+        kind: verdict for kind, (_, verdict) in PAIRS.items()
+    }
+    kinds = ("forward", "norm", "backward", "start")
+    back = ComparedCount("b rank 1", "a rank 0", "forward", Counted(1, 9), Counted(1, 9), False)
+    again = [PAIRS["forward"][0], *(PAIRS[kind][0] for kind in kinds), back]
+    signatures = {"a/rank0.wire.json": "signed by a", "b/rank1.wire.json": "not signed"}
+    found = Comparison(again, missing=[2, 3], signatures=signatures, refused=[])
+    assert in_words(found).splitlines() == [
+        "a -> b  forward      sent        6 messages          6,000 bytes, received        6 "
+        "messages          6,000 bytes  equal",
+        "a -> b  norm         sent        3 messages          3,000 bytes, received        2 "
+        "messages          2,000 bytes  NOT EQUAL",
+        "a -> b  backward     sent        3 messages          3,000 bytes, received        2 "
+        "messages          2,000 bytes  NOT EQUAL",
+        "a -> b  start        sent        1 messages             50 bytes, received        0 "
+        "messages              0 bytes  NOT EQUAL",
+        "b -> a  forward      sent        1 messages              9 bytes, received        1 "
+        "messages              9 bytes  equal",
+        "a rank 0 -> b rank 1 backward: sent 3 messages, 3,000 bytes; received 2 messages, 2,000 "
+        "bytes: the attempt was interrupted, which explains it",
+        "a rank 0 -> b rank 1 start: sent 1 messages, 50 bytes; no record of what was received: "
+        "one of the two was ended before it could write its record",
+        "a rank 0 -> b rank 1 norm: sent 3 messages, 3,000 bytes; received 2 messages, 2,000 "
+        "bytes: NOTHING EXPLAINS IT",
+        "not compared: ranks 2, 3, whose records are not here",
+        "a/rank0.wire.json: signed by a",
+        "b/rank1.wire.json: not signed",
+        "the records do not agree",
+    ]
+    told = json.loads(as_json(found))
+    for verdict in ("differs", "under_way", "not_known"):
+        (pair,) = told.pop(verdict)
+        assert PAIRS[pair["kind"]][1] == verdict.replace("_", " ")
+    assert told == {
+        "agrees": False,
+        "totals": json.loads(json.dumps(found.totals())),
+        "missing_ranks": [2, 3],
+        "signatures": signatures,
+        "refused_signatures": [],
+    }
+    assert told["totals"]["a -> b"]["backward"] == {"sent": [3, 3000], "received": [2, 2000]}
+    fine = Comparison([PAIRS[k][0] for k in ("forward", "backward", "start")], [], {}, refused=[])
+    assert fine.agrees
+    for broken in ({"missing": [2]}, {"refused": ["x"]}, {"pairs": [PAIRS["norm"][0]]}):
+        assert not dataclasses.replace(fine, **broken).agrees  # type: ignore[arg-type]

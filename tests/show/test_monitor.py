@@ -28,7 +28,7 @@ from xcloud.record.files import error_file
 from xcloud.record.summary import SUMMARY_FILE, read_summary
 from xcloud.security.audit import audit_file
 from xcloud.show.following import main
-from xcloud.show.monitor import Monitor
+from xcloud.show.monitor import Attempt, Monitor
 from xcloud.tracking.tracker import Recording
 
 
@@ -45,6 +45,34 @@ def monitor_after(events: list[tuple[str, int]], run_dir: Path) -> Monitor:
 
 def test_a_run_that_ended_before_its_monitor_began_has_finished(tmp_path: Path) -> None:
     assert monitor_after([("finish", 0), ("finish", 1)], tmp_path).attempt.finished_ranks == {0, 1}
+
+
+def test_an_attempt_is_what_its_ranks_said_since_they_were_last_started() -> None:
+    attempt = Attempt()
+
+    def take(kind: str, **more: object) -> dict[str, object]:
+        attempt.take({"event": kind, **more})
+        return {name: value for name, value in vars(attempt).items() if name != "reports"}
+
+    begun = {"finished_ranks": set(), "is_stopped": False, "trains": False, "has_step": False,
+             "stop_asked_of": None, "stops_count": True}  # fmt: skip
+    assert take("phase", name="loading") == begun
+    assert take("phase", name="training") == take("phase", name="end") == begun | {"trains": True}
+    for kind in ("step", "fed"):
+        attempt.has_step = False
+        assert take(kind)["has_step"]
+    assert take("stop_asked", of=2)["stop_asked_of"] == 2
+    assert take("stop", rank=1) == begun | {
+        "trains": True, "has_step": True, "stop_asked_of": 2, "finished_ranks": {1},
+        "is_stopped": True,
+    }  # fmt: skip
+    assert take("finish", rank=0)["is_stopped"] is False
+    assert attempt.finished_ranks == {0, 1}
+    assert take("resume") == begun
+    attempt.stops_count = False
+    assert take("stop", rank=1) == begun | {"stops_count": False}
+    assert take("finish", rank=1)["finished_ranks"] == {1}
+    assert take("resume")["stops_count"] is True
 
 
 def test_a_run_that_never_trained_has_no_links_to_compare_it(
