@@ -11,8 +11,8 @@ from xcloud.base.units import (
     human_number,
     human_percent,
     human_seconds,
-    score_digits,
     score_name,
+    score_text,
     score_with_error,
     shown_scores,
 )
@@ -55,8 +55,8 @@ def test_a_score_has_the_decimals_of_its_scale() -> None:
     four = ("label_leak_auc", "token_recovery", "averaging_token_recovery", "reward_margin",
             "chosen_reward", "eval_arc", "loss", "replaced_loss")  # fmt: skip
     two = ("bleu", "accuracy", "perplexity", "reward_accuracy")
-    assert {score_digits(name) for name in four} == {4}
-    assert {score_digits(name) for name in two} == {2}
+    assert {score_text(name, 0.25) for name in four} == {"0.2500"}
+    assert {score_text(name, 0.25) for name in two} == {"0.25"}
     assert score_with_error("bleu", 41.924, 0.806) == "41.92 ± 0.81"
     assert score_with_error("loss", 1.5, None) == "1.5000"
     assert score_with_error("bleu", None, 0.8) == "-"

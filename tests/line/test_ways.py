@@ -183,7 +183,7 @@ def test_who_listens_answers_the_last_greeting_that_it_waits_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     here = Waiting(monkeypatch)
-    with pytest.raises(LineDown, match="^cloud_a has not dialled$"):
+    with pytest.raises(LineDown, match=r"^cloud_a has not dialled$"):
         here.connect()
     here.door.trouble = "the relay is gone"
     with pytest.raises(LineDown, match="cloud_a has not dialled; the relay is gone"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,8 @@ from torch import Tensor
 
 from xcloud.base.errors import DataError, FrameError
 from xcloud.contracts.model import Cut
-from xcloud.rank import task_data
-from xcloud.rank.row_counts import _sizes_in
+from xcloud.rank import row_counts, task_data
+from xcloud.rank.row_counts import load_or_be_told
 from xcloud.rank.task_data import (
     context_of,
     cuts_in_words,
@@ -105,16 +106,42 @@ def test_a_task_that_gives_more_than_it_was_asked_for_is_refused_with_the_names(
 
     task_data._check_fields(data(1, "ids", "text"), frozenset({"text"}))
     task_data._check_fields(data(0, "label"), frozenset({"text"}))
-    with pytest.raises(DataError, match="gave label, word, which no .* it is given: text$"):
+    with pytest.raises(DataError, match=r"gave label, word, which no .* it is given: text$"):
         task_data._check_fields(data(1, "text", "word", "label"), frozenset({"text"}))
-    with pytest.raises(DataError, match="it is given: none$"):
+    with pytest.raises(DataError, match=r"it is given: none$"):
         task_data._check_fields(data(1, "label"), frozenset())
 
 
-@pytest.mark.parametrize("text", ["nothing", "-1", "1" * 10, "1.5", "٣x"])
-def test_sizes_that_another_rank_sends_are_numbers_of_bounded_length(text: str) -> None:
-    names = {split: f"samples of {split}" for split in ("train", "dev", "test")}
-    facts = {names["train"]: "1" * 9, names["dev"]: "0", names["test"]: "2"}
-    assert _sizes_in(facts) == {"train": 111_111_111, "dev": 0, "test": 2}
+@dataclass
+class Unread:
+    """A task of which this rank reads nothing."""
+
+    sizes: dict[str, int] | None = None
+
+    def load(self, fields: frozenset[str], seed: int) -> Any:
+        assert not fields and seed == 7
+        return SimpleNamespace(sizes=self.sizes, fingerprint=lambda: "f")
+
+
+@pytest.mark.parametrize("text", [None, "-1", "1" * 10, "1.5", "x"])
+def test_sizes_that_another_rank_sends_are_numbers_of_bounded_length(
+    text: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = {"samples of train": "1" * 9, "samples of dev": "0", "samples of test": "2"}
+    facts["the task's settings and sizes"] = "f"
+    job: Any = SimpleNamespace(
+        task=Unread(),
+        cluster=SimpleNamespace(num_ranks=2),
+        fields_of=lambda rank: () if rank else ("text",),
+        seed=7,
+    )
+    monkeypatch.setattr(row_counts, "agree_on", lambda *given, **named: facts)
+    rendezvous: Any = SimpleNamespace(rank=1)
+    found: Any = load_or_be_told(job, rendezvous)
+    assert found.sizes == {"train": 111_111_111, "dev": 0, "test": 2}
+    if text is None:
+        del facts["samples of test"]
+    else:
+        facts["samples of test"] = text
     with pytest.raises(FrameError, match="as the numbers of samples"):
-        _sizes_in({**facts, names["test"]: text})
+        load_or_be_told(job, rendezvous)

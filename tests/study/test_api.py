@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import inspect
 import subprocess
@@ -16,7 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import xcloud
 from xcloud.job.given import grid
-from xcloud.study import runner
+from xcloud.record.summary import SUMMARY_FILE, write_summary
+from xcloud.study import point_process, runner
+from xcloud.study.points import STATE_FILE
 from xcloud.study.runner import Sweep
 
 SHOWN = "import os; print(os.environ.get('FORCE_COLOR'))"
@@ -52,29 +55,88 @@ def test_no_room_of_the_package_hides_a_function_of_its_face() -> None:
         assert importlib.util.find_spec(f"xcloud.{name}") is None, name
 
 
-def test_a_sweep_from_python_is_continued_by_a_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("code", "error", "said"),
+    [
+        (runner.FINISHED, None, ""),
+        (runner.SOME_FAILED, xcloud.RunFailed, "points failed: p2 died; see .*two"),
+        (runner.REFUSED, xcloud.ConfigError, "the sweep is refused"),
+        (runner.INTERRUPTED, KeyboardInterrupt, ""),
+    ],
+)
+def test_a_sweep_from_python_is_continued_by_a_call_and_gives_what_finished(
+    code: int,
+    error: type[BaseException] | None,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["ipykernel_launcher.py", "-f", "kernel.json"])
-    told: list[str] = []
-    monkeypatch.setattr(Sweep, "run", lambda sweep, *_: told.append(sweep.again))
-    also = {"compression": "none"}
-    with pytest.raises(xcloud.RunFailed):  # a sweep that says nothing has not finished
-        xcloud.sweep("abnet_iwslt", "seed=1,2", name="two", also=also, parallel=2)
+    made: list[tuple[Sweep, list[tuple[str, ...]]]] = []
 
-    assert told == [
+    def run(one: Sweep, points: list[tuple[str, ...]], composer: object) -> int:
+        made.append((one, points))
+        one.causes["p2",] = "p2 died"
+        folder = one.folder / "p1"
+        folder.mkdir(parents=True)
+        write_summary(folder / SUMMARY_FILE, {"status": "finished"})
+        write_summary(one.folder / STATE_FILE, {"points": {"p1": {"overrides": []}}})
+        return code
+
+    monkeypatch.setattr(Sweep, "run", run)
+    also = {"compression": "none"}
+    with pytest.raises(error, match=said or None) if error else contextlib.nullcontext():
+        found = xcloud.sweep("abnet_iwslt", "seed=1,2", name="two", also=also, parallel=2)
+        assert [result.status for result in found] == ["finished"]
+        assert [result.folder for result in found] == [tmp_path / "multirun" / "two" / "p1"]
+    [(sweep, points)] = made
+    assert sweep.again == (
         'xcloud.sweep("abnet_iwslt", "seed=1,2", name="two", also={\'compression\': \'none\'}, '
         "parallel=2)"
-    ]
+    )
+    assert (sweep.settings.parallel, sweep.settings.also) == (2, also)
+    one = ("+exp=abnet_iwslt", "seed=1"), ("+exp=abnet_iwslt", "seed=2")
+    assert points[:2] == [*one] and [point[:2] for point in points[2:]] == [*one]
+    assert [point[2].lstrip("+") for point in points[2:]] == ["compression=none"] * 2
+
+
+def test_a_sweep_of_no_name_gets_the_time_and_runs_its_points_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made: list[tuple[Sweep, list[tuple[str, ...]]]] = []
+    monkeypatch.setattr(Sweep, "run", lambda one, points, _: made.append((one, points)))
+    with pytest.raises(xcloud.RunFailed):  # a sweep that says nothing has not finished
+        xcloud.sweep("abnet_iwslt", "seed=1,2")
+    [(sweep, points)] = made
+    assert points == [("+exp=abnet_iwslt", "seed=1"), ("+exp=abnet_iwslt", "seed=2")]
+    assert (sweep.settings.parallel, sweep.settings.also) == (1, None)
+    assert sweep.again == f'xcloud.sweep("abnet_iwslt", "seed=1,2", name="{sweep.name}")'
+    assert sweep.folder == tmp_path / "multirun" / sweep.name
+
+
+def test_a_result_says_what_its_summary_has() -> None:
+    summary = {
+        "status": "stopped",
+        "step_time_s": {"median": None},
+        "wan_bytes_per_step": {"forward": 7, "backward": None, "other": 2},
+        "compression_ratio": {"total": 3.5},
+    }
+    result = xcloud.Result(Path("run"), summary)
+    assert (result.status, result.scores, result.step_s) == ("stopped", {}, None)
+    assert (result.bytes_per_step, result.compression_ratio) == (9, 3.5)
+    assert result.model_dir == Path("run", "model")
 
 
 def test_a_point_of_a_sweep_writes_a_log_without_colors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setattr(runner, "python_command", lambda *_: [sys.executable, "-c", SHOWN, "x"])
-    with runner.start_point(tmp_path, threads="1") as process:
+    monkeypatch.setattr(
+        point_process, "python_command", lambda *_: [sys.executable, "-c", SHOWN, "x"]
+    )
+    with point_process.start_point(tmp_path, threads="1") as process:
         said, _ = process.communicate()
     assert said.strip() == "None"
 
