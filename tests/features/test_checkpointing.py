@@ -226,6 +226,68 @@ def test_clouds_that_leave_out_steps_save_after_them_too(
     assert "max_s" in limit or same_state(*both)
 
 
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_a_checkpoint_is_due_by_steps_or_minutes_until_one_is_made() -> None:
+    clock = Clock()
+    timing = Timing(Checkpoints(5, 2.0), clock=clock)
+    assert not timing.look(4) and not timing.is_due
+    assert timing.look(5) and not timing.look(6) and timing.is_due
+    timing.saved(6)
+    assert not timing.is_due and timing.saved_step == 6
+    timing.saved(7, is_complete=False)
+    assert timing.saved_step == 6
+    clock.now_s = 120.0
+    assert not timing.look(8)
+    clock.now_s = 120.1
+    assert timing.look(9)
+    timing.saved(9)
+    assert not timing.look(11)
+    by_steps = Timing(Checkpoints(5, 0.0), clock=clock)
+    clock.now_s = 1e6
+    assert not by_steps.look(4) and not by_steps.is_half_way(1)
+
+
+def test_steps_between_checkpoints_are_estimated_from_half_of_the_minutes_on() -> None:
+    def estimated(every: int, now_s: float, num_steps: int, steps: int = 0) -> int | None:
+        clock = Clock()
+        timing = Timing(Checkpoints(steps, 2.0), from_step=100, clock=clock)
+        timing.every = every
+        clock.now_s = now_s
+        return timing.better_every(100 + num_steps)
+
+    assert estimated(0, 59.9, 12) is None
+    assert estimated(0, 60.0, 12) == 24 and estimated(0, 6000.0, 12) == 1
+    found = [estimated(every, 60.0, 12) for every in (19, 20, 24, 30, 31)]
+    assert found == [24, None, None, None, 24], "each change may cost a checkpoint"
+    assert estimated(30, 60.0, 12, steps=9) == 9
+    clock = Clock()
+    timing = Timing(Checkpoints(0, 2.0), clock=clock)
+    found = []
+    for clock.now_s in (60.0, 119.0, 120.0, 239.0, 240.0):
+        found.append(timing.better_every(12))
+    assert found == [24, None, 12, None, 6], "each time when twice as long has passed"
+
+
+def test_the_room_of_a_copy_is_made_half_way_to_it() -> None:
+    clock = Clock()
+    timing = Timing(Checkpoints(10, 2.0), last_step=100, clock=clock)
+    assert [step for step in range(20) if timing.is_half_way(step)] == [
+        *range(5, 10),
+        *range(15, 20),
+    ]
+    assert timing.is_half_way(95) and not Timing(Checkpoints(10, 0), last_step=99).is_half_way(95)
+    clock.now_s = 59.9
+    assert not timing.is_half_way(1)
+    clock.now_s = 60.0
+    assert timing.is_half_way(1)
+
+
 @pytest.mark.parametrize(("shape", "every_steps"), each_once(STRATEGIES, [0, 500, 3], count=1))
 def test_minutes_count_in_every_strategy(shape: str, every_steps: int, tmp_path: Path) -> None:
     """Steps of 10 s: after three rank 0 tells replicas how many there are in a minute, ahead of

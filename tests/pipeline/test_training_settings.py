@@ -66,6 +66,8 @@ def test_inverse_sqrt_rises_to_the_peak_and_falls() -> None:
     rates = [Optimizer(1e-3, warmup_steps=100).learning_rate_at(s, 999) for s in (1, 50, 100, 400)]
 
     assert rates == pytest.approx([1e-5, 5e-4, 1e-3, 5e-4])
+    first = [Optimizer(1.0, warmup_steps=n).learning_rate_at(1, 999) for n in (0, 1, 2, 4)]
+    assert first == [1.0, 1.0, 0.5, 0.25]
 
 
 def test_linear_decay_ends_just_above_zero_at_the_last_step() -> None:

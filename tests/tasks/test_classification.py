@@ -376,6 +376,8 @@ def test_every_glue_task_has_its_own_score(tmp_path: Path) -> None:
     for name in GLUE:
         task = given(Classification, Folder, name=name, path=str(tmp_path))
         assert task.scores[0] == main[name] and task.name == name
+    alone = [name for name, task in GLUE.items() if task.num_texts != (2,)]
+    assert alone == ["sst2", "cola"] and GLUE["sst2"].num_texts == GLUE["cola"].num_texts == (1,)
 
 
 def test_languages_are_scored_apart_and_their_mean_first() -> None:

@@ -55,6 +55,7 @@ BOMBS: dict[str, dict[str, Any]] = {
     "no charsmap": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "%%"}},
     "a prepended text": {"normalizer": {"type": "Prepend", "prepend": "x" * 5000}},
     "a normalizer that is not known": {"normalizer": sequence({"type": "Repeat", "times": 9})},
+    "many that grow by half": {"normalizer": sequence(*[replace("aa", "aaa")] * 20)},
     "a decoder": {"decoder": replace("a", "b" * 5000)},
     "a piece of 4 MB": {"model": {"vocab": {**WORDS, "z" * (MAX_PIECE + 1): 8}}},
     "a piece of a Unigram": {"model": {"vocab": [["z" * (MAX_PIECE + 1), 0.0]]}},
@@ -77,6 +78,20 @@ BOMBS: dict[str, dict[str, Any]] = {
 def test_what_makes_a_text_enormous_is_refused(name: str) -> None:
     with pytest.raises(DataError, match="this tokenizer"):
         check_growth({"model": {"vocab": WORDS}, **BOMBS[name]})
+
+
+def test_a_text_may_become_a_thousand_times_as_long_and_a_piece_have_ten_thousand_letters() -> (
+    None
+):
+    """Where steps follow each other they multiply."""
+
+    def grown(*factors: int) -> dict[str, Any]:
+        return {"normalizer": sequence(*(replace("a", "b" * factor) for factor in factors))}
+
+    check_growth(grown(10, 100))
+    with pytest.raises(DataError, match="1,001 times as long"):
+        check_growth(grown(7, 11, 13))
+    check_growth({"model": {"vocab": {"z" * 10_000: 0}}})
 
 
 def test_what_is_common_is_taken() -> None:

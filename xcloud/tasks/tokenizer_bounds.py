@@ -68,7 +68,7 @@ def _factors(step: Any) -> Iterator[int]:
             if isinstance(replaced, str):
                 # A regular expression may match between any two characters.
                 text = str(pattern.get("String", ""))
-                yield len(replaced) + 1 if text == "" else max(1, len(replaced) // len(text))
+                yield len(replaced) + 1 if text == "" else max(1, -(-len(replaced) // len(text)))
         # The key stands in some files without the type.
         if step.get("type") == "Precompiled" or "precompiled_charsmap" in step:
             yield _charsmap_factor(step.get("precompiled_charsmap"))
