@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.figures import check_figures, figures_of
+from xcloud.feature_list import FIGURES
 from xcloud.features.one_way.job import OneWayStatistics
 from xcloud.features.one_way.layout import OneWayCloud, OneWayLayout
 from xcloud.record.summary import RunStatistics
@@ -178,3 +179,14 @@ def test_a_one_way_jobs_figures_are_those_of_its_events() -> None:
     assert feed["num_batches"] == 6 * num_steps and feed["num_skipped"] == 2
     carried = sum(sum(event["fed_bytes"].values()) for event in steps)
     assert feed["bytes_per_token"] == pytest.approx(carried / (300 * num_steps), abs=1e-4)
+
+
+def test_what_is_told_of_a_step_counts_no_longer_once_a_run_has_gone_back_before_it() -> None:
+    kinds = [kind for figure in FIGURES for kind in figure.kinds]
+    statistics = RunStatistics(1, FIGURES)
+    for kind in kinds:
+        statistics.feed({"event": kind, "rank": 0, "cloud": "a", "t": 1.0, "step": 5})
+    assert {event["event"] for event in statistics.events(*kinds)} == {*kinds}
+    statistics.feed({"event": "resume", "rank": 0, "cloud": "a", "t": 2.0, "step": 4})
+    left = {event["event"] for event in statistics.events(*kinds)}
+    assert left == {"line", "privacy", "refused_reports"}, "they are of the whole run"

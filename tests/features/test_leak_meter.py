@@ -304,6 +304,16 @@ def test_a_leak_that_only_a_probe_finds_is_measured_on_the_half_that_it_does_not
     assert judged == [(150, 150)] * 2
 
 
+def test_labels_of_fewer_than_20_samples_are_not_attacked(tmp_path: Path) -> None:
+    for num in (19, 20):
+        (folder := tmp_path / str(num)).mkdir()
+        only_for_a_probe(folder, torch.arange(num) % 3 // 2, leak=1.0)
+        found = measure(folder)["leakage"]["label"]
+        assert [attacks["num_samples"] for by in found.values() for attacks in by.values()] == (
+            [] if num < 20 else [20]
+        )
+
+
 N, D = 600, 12
 
 

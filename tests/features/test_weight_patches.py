@@ -819,9 +819,9 @@ def test_a_folder_is_followed_to_the_end_of_the_run_and_its_server_is_told(
 
     def reload(folder: Path) -> None:
         served.append(kept[-1][0])
-        if served == [2]:
+        if served == [2, 2]:
             trainer.train(4)
-        if len(served) in (1, 3):
+        if len(served) != 3:
             raise DataError("it is busy")
 
     for name, what in {
@@ -840,13 +840,16 @@ def test_a_folder_is_followed_to_the_end_of_the_run_and_its_server_is_told(
     said = capsys.readouterr().out
     assert "step 2: " in said and " in 2 snapshots, " in said and "last update" not in said
     assert kept == [(2, job.task.max_length)]
+    with pytest.raises(DataError, match="the server does not have step 2: it is busy"):
+        follow([*words, "--once", "--reload", "x"])
+    capsys.readouterr()
 
     follow([*words, "--reload", "x"])
     said, warned = capsys.readouterr()
     assert "xcloud: the server does not have step 2: it is busy" in warned
     assert " in 2 patches, " in said and "step 4: the server has it" in said
     assert said.endswith("that was the last update of the run\n")
-    assert [step for step, _ in kept] == [2, 2, 4] and served == [2, 4]
+    assert [step for step, _ in kept] == [2, 2, 2, 4] and served == [2, 2, 4]
     with pytest.raises(DataError, match="the server does not have step 4: it is busy"):
         follow([*words, "--reload", "x"])
     assert " in 2 snapshots and 2 patches, " in capsys.readouterr().out

@@ -21,7 +21,7 @@ from xcloud.tasks.classification import (
     DemoReviews,
     LanguageFolder,
 )
-from xcloud.tasks.labels import GLUE
+from xcloud.tasks.labels import CROSS_LINGUAL, GLUE
 from xcloud.tasks.sources import Folder
 from xcloud.tasks.text_task import PairTable
 from xcloud.tasks.tokenizer import Tokenizer, TrainedTokenizer
@@ -378,6 +378,7 @@ def test_every_glue_task_has_its_own_score(tmp_path: Path) -> None:
         assert task.scores[0] == main[name] and task.name == name
     alone = [name for name, task in GLUE.items() if task.num_texts != (2,)]
     assert alone == ["sst2", "cola"] and GLUE["sst2"].num_texts == GLUE["cola"].num_texts == (1,)
+    assert all(task.num_texts == (2,) for task in CROSS_LINGUAL.values())
 
 
 def test_languages_are_scored_apart_and_their_mean_first() -> None:

@@ -134,8 +134,9 @@ class _OfProtocolGpt(PreTrainedModel):  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Draw a module's weights. Those of the last products of a branch and of the head are
-        zero, so a new network guesses all tokens alike."""
+        """Draw a module's weights. Those of the head are zero, so a new network guesses all tokens
+        alike; the last product of a branch is drawn as all others are, in every row of the board.
+        """
         if isinstance(module, nn.Embedding):
             module.weight.normal_(std=EMBEDDING_STD)
         elif isinstance(module, nn.RMSNorm):
@@ -144,11 +145,7 @@ class _OfProtocolGpt(PreTrainedModel):  # type: ignore[no-untyped-call]
             module.weight.normal_(std=(0.33 / module.in_features) ** 0.5)
             assert module.bias is not None
             module.bias.zero_()
-        if isinstance(module, Attention):
-            module.o_proj.weight.zero_()
-        elif isinstance(module, FeedForward):
-            module.down_proj.weight.zero_()
-        elif isinstance(module, ProtocolGptHead):
+        if isinstance(module, ProtocolGptHead):
             module.weight.zero_()
 
 
