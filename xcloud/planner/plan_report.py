@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, NullFormatter, ScalarFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, ScalarFormatter
 
 from xcloud.base.units import human_bandwidth, human_bytes, human_seconds
 from xcloud.planner.search import (
@@ -292,6 +292,9 @@ def write_plan_picture(path: Path, report: Report) -> bool:
     figure = canvas("", width_in=8, height_in=0.2 + 4.2 * len(draws))
     for axes, draw in zip(figure.subplots(len(draws), 1, squeeze=False)[:, 0], draws, strict=True):
         axes.set(xscale="log", yscale="log")
+        # A picture may span less than a decade, and ten labels of one lie on each other.
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.yaxis.set_minor_formatter(NullFormatter())
         draw(axes, report)
         plain(axes, grid="both")
         axes.legend(frameon=False, fontsize=8)
@@ -324,15 +327,8 @@ def _over_bandwidth(axes: Axes, report: Report) -> None:
                      label=f"your line, {human_bandwidth(bits_per_s)}")  # fmt: skip
     axes.xaxis.set_major_formatter(FuncFormatter(lambda rate, _: human_bandwidth(rate)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda step_s, _: human_seconds(step_s)))
-    axes.yaxis.set_minor_formatter(FuncFormatter(_few_seconds))
     settings = f"m = {best.micro_batches}, {best.schedule_label}"
     axes.set(xlabel=f"bandwidth between clouds; {settings}", ylabel="step")
-
-
-def _few_seconds(step_s: float, position: int | None) -> str:
-    """Name two and five of a decade: a picture of less than one has no other tick."""
-    first_digit = f"{step_s:.0e}"[0]
-    return human_seconds(step_s) if first_digit in "25" else ""
 
 
 def _over_micro_batches(axes: Axes, report: Report) -> None:
@@ -353,6 +349,5 @@ def _over_micro_batches(axes: Axes, report: Report) -> None:
     axes.set_xticks(counts)
     axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.xaxis.set_minor_formatter(NullFormatter())
-    for of in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-        of(FuncFormatter(lambda ratio, _: f"{ratio:g}"))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda ratio, _: f"{ratio:g}"))
     axes.set(xlabel="micro-batches of a step", ylabel="bubble ratio: idle / computing")
