@@ -160,7 +160,7 @@ def test_names_that_a_class_takes_as_any_are_no_settings() -> None:
     [
         (["compression=in8"], "there is no compression/in8; did you mean 'int8'? There are: bf16"),
         (["cluster/wan=mars"], "there is no cluster/wan/mars. There are: free, line_10m_100ms,"),
-        (["seed=["], "seed=[: '[' is not allowed in a value"),
+        (["seed=("], "seed=(: '(' is not allowed in a value"),
     ],
 )
 def test_hydras_own_words_are_one_line_without_its_dump(words: list[str], said: str) -> None:

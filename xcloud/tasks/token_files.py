@@ -102,17 +102,16 @@ class TokenWindows:
     def __init__(
         self, files: Sequence[TokenFile], length: int, first: int = 0, most: int | None = None
     ) -> None:
-        self.files = files
+        self.files = [file for file in files if file.num_tokens]  # nothing of others can be mapped
         self._length = length
         self._first = first
         # One token fewer: the last window needs one behind it to guess.
-        counts = [max(0, (file.num_tokens - 1) // length) for file in files]
+        counts = [(file.num_tokens - 1) // length for file in self.files]
         self._starts = np.asarray([0, *accumulate(counts)])
         # Windows before `first` are another split's.
         there = max(0, int(self._starts[-1]) - first)
         self.num_windows = there if most is None else min(there, most)
-        # Nothing can be mapped of a file without tokens.
-        self._tokens = [file.tokens() for file in files if file.num_tokens]
+        self._tokens = [file.tokens() for file in self.files]
 
     def tokens(self, ids: Tensor, vocab_size: int) -> Tensor:
         """Return the windows and the token behind each, int64 [B, S + 1]. Raises DataError for a
