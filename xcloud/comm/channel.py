@@ -254,6 +254,8 @@ class _Channel(StatefulTree):
             if field.dtype.is_floating_point
         }
         for name, codecs in self.codecs.items():
+            # A stream for each field of each channel: two that drew alike would make the same
+            # errors, which then add up where their messages do.
             codecs.use_stream(self.identity.stream(name))
 
     def settle(self, was_used: bool) -> None:

@@ -163,6 +163,7 @@ class Svd(WarmFactors):
         num_rounds = self.iterations
         if self._basis_Dl is None or len(self._basis_Dl) != num_features:
             basis_Dl = noise_Dl
+            # Noise is farther from the answer than the basis of the call before.
             num_rounds += 2
         else:
             # The noise makes directions reachable that the previous tensor did not have at all.

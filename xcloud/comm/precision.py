@@ -171,6 +171,8 @@ class BlockInt(Draws):
         packed, scales = parts
         codes_N = unpack(packed, bits=self.bits, num_codes=spec.numel)
         scales_M = scales.view(torch.bfloat16).float()
+        # Room for whole blocks, so that scales multiply rows of a matrix. What lies behind the
+        # last value is never read.
         values = torch.empty(len(scales) * self.block, device=packed.device)
         values_N = values[: spec.numel]
         values_N.copy_(codes_N.sub_(self._offset).view(torch.int8))
@@ -283,6 +285,7 @@ def unpack(packed: Tensor, bits: int, num_codes: int) -> Tensor:
 
 def _unpack_plane(source: Tensor, width: int, num_codes: int) -> Tensor:
     if width == 8:
+        # A copy, as callers go on in place and the message may be decoded again.
         return source.clone()
     plane = torch.empty(num_codes, dtype=torch.uint8, device=source.device)
     size = len(source)

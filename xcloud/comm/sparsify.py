@@ -75,6 +75,7 @@ class _Sparse(Compressor):
         if self._sends_largest:
             positions = _largest(self._magnitudes(sent), num_kept)
             sent = sent.index_select(0, positions)
+            # In front of the seed, as `wire_specs` promises.
             parts.insert(0, _SortedPositions(num_kept, numel=num_seen).encode(positions))
         if isinstance(self, Draws) and num_kept:
             # Of a random choice most NaN would never be sent.

@@ -173,6 +173,7 @@ def fill(targets: Mapping[str, Tensor], state: State, owner: str) -> None:
 
 
 Copier = Callable[[tuple[Tensor, ...]], Tensor]
+# Of each thread: a snapshot for a checkpoint catches no copy that another thread asks for.
 _copier: ContextVar[Copier | None] = ContextVar("_copier", default=None)  # None: a clone
 
 

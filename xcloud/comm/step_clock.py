@@ -96,6 +96,7 @@ class StepClock:
     def end_step(self) -> float:
         """Returns the step's seconds."""
         self.settle()
+        # Behind `settle`, which on a GPU waits for the step's last work.
         self._ended_at_s = ended_at_s = time.monotonic()
         if self._spans is not None:
             self.recorded.append(

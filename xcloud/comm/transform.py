@@ -215,6 +215,8 @@ class Transform(Compressor):
     def _learn(self, matrix_RH: Tensor) -> None:
         """Add rows of a message to the moments."""
         most = _ROWS_OF_A_MESSAGE if self._basis is None else _ROWS_LATER
+        # Evenly from all over the message. Fewer once there is a basis: a look at the next one
+        # comes late and then has many messages.
         rows_RH = matrix_RH[:: -(-len(matrix_RH) // most)]
         self.features = matrix_RH.shape[1]
         self.seen += len(rows_RH)

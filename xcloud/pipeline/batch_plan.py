@@ -40,6 +40,8 @@ class BatchPlan:
         if epoch not in self._epochs:
             # Two orders are kept at most, each 8 bytes a sample.
             self._epochs = {k: v for k, v in self._epochs.items() if k == epoch - 1}
+            # Each epoch from a seed of its own: a run that resumes in the tenth draws none of the
+            # nine before.
             generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
             self._epochs[epoch] = torch.randperm(self.num_samples, generator=generator)
         return self._epochs[epoch]

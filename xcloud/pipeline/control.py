@@ -214,6 +214,7 @@ class Control:
         except LinkTimeout:
             record = self.detector.peers[peer]
             waited_s = time.monotonic() - started_s
+            # It may export or evaluate for an hour. What counts is that its heartbeats come.
             if record.left_s(waited_s, overdue_s=self.overdue_s) > 0:
                 return None
             raise LinkTimeout(

@@ -74,6 +74,8 @@ class RankGroup:
 
     def start_sum(self, values: Tensor) -> Callable[[], None]:
         """All-reduce in place. `values` are left alone until the returned call has come back."""
+        # Peers are noted as waited for when the sum is waited for, not while it goes on beside the
+        # backward.
         wait = self.group.start_sum(values) if self.group is not None else None
         return lambda: self._call("sum", lambda group: wait and wait())
 

@@ -105,6 +105,7 @@ class Hooks(Hook):
         return joined(*({hook.name: hook} for hook in self._hooks if hook.name))
 
     def signal(self, step: int) -> Signal:
+        # Signals stand in the order of their weight: whoever stops outweighs whoever saves.
         return max((hook.signal(step) for hook in self._hooks), default=Signal.GO_ON)
 
 

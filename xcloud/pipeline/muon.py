@@ -90,6 +90,7 @@ class MuonWithAdamW(AdamW):
         buffer = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
         direction = orthogonalized(gradient.lerp(buffer, group["momentum"]))
         scale = 0.2 * max(parameter.shape) ** 0.5
+        # Decayed apart from the direction, as AdamW does.
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.add_(direction, alpha=-group["lr"] * scale)
 

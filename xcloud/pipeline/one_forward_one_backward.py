@@ -50,6 +50,7 @@ class OneForwardOneBackward(Schedule):
 
     def actions(self, stage: int, num_stages: int) -> list[Action]:
         warm_up = self._warm_up(stage, num_stages=num_stages)
+        # The warm-up, then a backward and a forward in turn, then the backwards that are left.
         actions = [Action("forward", stage, micro_batch=i) for i in range(warm_up)]
         for i in range(self.num_micro_batches):
             actions.append(Action("backward", stage, micro_batch=i))
@@ -149,6 +150,7 @@ def max_kept(
     for kind, stage, i in actions:
         waits = waiting if (stage, i) in late else 0.0
         change = {"forward": activations, "backward": waits - activations, "weights": -waits}
+        # Micro-batch i of a stage is that of its rank i mod n.
         kept[i % num_ranks] += change[kind]
         most = max(most, kept[i % num_ranks])
     return most
@@ -220,6 +222,7 @@ def _weight_OI(layer: Any, dtype: torch.dtype) -> Tensor:
 def _forward(layer: nn.Module, kept: list[Tensor], rows: Tensor) -> Tensor:
     """In place of the layer's own."""
     if torch.is_autocast_enabled(rows.device.type):
+        # Autocast knows nn.Linear and not this function, so the cast is made here.
         rows = rows.to(torch.get_autocast_dtype(rows.device.type))
     elif rows.dtype != layer.weight.dtype:
         return type(layer).forward(layer, rows)  # type: ignore[no-any-return]  # says what is wrong

@@ -85,6 +85,8 @@ class OverlappedSums(Hook):
             first = end - sum(p.numel() for p in run)
             bucket = _Bucket(stage, values=buffer.gradients[first:end], num_parameters=len(run))
             for parameter in run:
+                # Autograd calls it in the backward of each micro-batch, once the parameter's
+                # gradient is there.
                 parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                     self._hook(bucket)
                 )

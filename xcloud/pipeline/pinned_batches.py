@@ -54,6 +54,8 @@ class PinnedBatchPlan(BatchPlan):
         """Sample ids of update `step` (1-based), int64 [batch_size]."""
         ids = torch.empty(self.batch_size, dtype=torch.int64)
         for places, samples, plan in zip(self._places, self._samples, self._plans, strict=True):
+            # The places of a group are those of its micro-batches, so each sample falls to the
+            # same ranks.
             ids[places] = samples[plan.ids(step)]
         return ids
 

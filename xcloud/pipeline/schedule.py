@@ -189,6 +189,7 @@ def _has_input(action: Action, num_stages: int, done: set[Action]) -> bool:
         return action.stage == 0 or action._replace(stage=action.stage - 1) in done
     if action.kind == "weights":
         return action._replace(kind="backward") in done
+    # The last stage has the loss, so it waits for nobody.
     if action.stage == num_stages - 1:
         return action._replace(kind="forward") in done
     return action._replace(stage=action.stage + 1) in done

@@ -66,6 +66,7 @@ class Optimizer:
         if self.decay == "inverse_sqrt":
             return self.learning_rate * math.sqrt(warmup / step)
         if self.decay == "linear":
+            # It reaches 0 one step behind the last, so that the last update moves something, too.
             left = max_steps - step + 1
             whole = max_steps - warmup + 1
             if left > 0:

@@ -147,6 +147,7 @@ class TrainedModule:
         for key, value in state.items():
             what, _, name = key.partition(".")
             moments.setdefault(name, {})[what] = _copy(value)
+        # All or none: a parameter without moments would begin again in the middle of a run.
         if moments and (wrong := moments.keys() ^ trained.keys()):
             raise ValueError(
                 f"the state of an optimizer does not fit it: {', '.join(sorted(wrong))} missing "
@@ -273,6 +274,8 @@ class Trainer(StatefulTree):
                 self._step_optimizers(report.learning_rate, step)
                 work = self.feed.work
             report.signal = reply.signal
+            # In ranks of the first stage alone, so that the sum over all ranks is the update's
+            # number.
             report.num_samples = self.feed.work.num_own if 0 in self.stages else 0
             report.num_tokens = self.feed.work.num_tokens
             if total_loss is not None and not self.losses.is_private:
@@ -337,6 +340,7 @@ class Trainer(StatefulTree):
             hooks.after_exchange(step)
         if total is None or is_shared:
             return total
+        # An estimate that tells nothing of other ranks: as if all samples were like this rank's.
         return float(loss) * work.num_samples / work.num_own
 
     def _agree(self, step: int, hooks: Hook) -> Reply:

@@ -119,6 +119,8 @@ def timeline_events(
     empty: dict[str, list[list[Any]]] = {name: [] for name in lists}
     yield {**head, **{name: entries[:_ENTRIES_PER_EVENT] for name, entries in lists.items()}}
     for name, entries in lists.items():
+        # A long step has more messages than the report link takes in one; who reads them joins the
+        # lists.
         for first in range(_ENTRIES_PER_EVENT, len(entries), _ENTRIES_PER_EVENT):
             yield {**head, **empty, name: entries[first : first + _ENTRIES_PER_EVENT]}
 

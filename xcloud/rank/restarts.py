@@ -256,6 +256,8 @@ def watch(rendezvous: Rendezvous, detector: FailureDetector, layout: Layout) -> 
                 beginning = count_of(store, name=f"beginnings.{rank}")
                 if beginning > before and not detector.is_greeting(rank):
                     greeted[rank] = beginning
+                    # Of this beginning alone: in the part of an earlier process somebody may still
+                    # wait for a dead one.
                     part = heartbeats_of(store.clone(), rank, beginning)
                     # The ranks of a cloud end together, so the others of it begin again, too.
                     cloud = layout.ranks_in(layout.cloud_of(rank))

@@ -75,6 +75,7 @@ def time_codec(
     ]  # what they remember must not mix
     values = []
     for codec, spec in zip(codecs, specs, strict=True):
+        # Each timing draws the same, so that plans are compared and not draws.
         codec.compressor.use_stream(0)
         value = torch.randn(spec.shape, generator=generator, dtype=spec.dtype)
         if _varies(codec.compressor, spec) and spec.shape:

@@ -411,6 +411,7 @@ def from_table(name: str, kind: type[T], table: object) -> T:
     Raises ConfigError that names the key, after `name`.
     """
     try:
+        # As JSON: strict checks take a list for a tuple only there.
         return TypeAdapter(kind).validate_json(json.dumps(table, default=str))
     except ValidationError as error:
         first = error.errors()[0]

@@ -305,6 +305,7 @@ def memory_of(
 
     for name, cloud in layout.clouds.items():
         each = map(stage_bytes, [0] if arranged.is_whole else cloud.stages or ())
+        # A rank has one of its cloud's stages, or all of them.
         fullest[name] = round(max(each) if cloud.one_stage_per_rank else sum(each))
     return fullest
 

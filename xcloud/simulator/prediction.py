@@ -248,6 +248,7 @@ class Prediction:
             if begin_s <= free_s:
                 index -= 1
                 continue
+            # The rank was free before it began, so whoever brought its token last is the cause.
             rank, index, parcel = moments.causes[program.needs[rank][index]]
             if parcel >= 0:
                 way = " to ".join(self._route(parcel))

@@ -110,6 +110,8 @@ class Pricer:
         slowest = max((part for part, _ in parts), key=lambda part: part.step_s)
         step_s = exchange.step_s(slowest.step_s)
         waits_s = step_s - slowest.step_s - exchange.codec_s_per_step
+        # The exchange comes behind the slowest replica's step. What later steps hide of it costs
+        # nothing.
         spent = slowest.critical_s | {
             "codec of averaging": exchange.codec_s_per_step,
             f"averaging over link {exchange.where}": waits_s,
