@@ -46,6 +46,7 @@ class Case:
     @property
     def layout(self) -> ClusterLayout:
         layout = self.job.cluster
+        # sealed and mailbox are refused in every other layout.
         assert isinstance(layout, ClusterLayout), "other layouts refuse several owners"
         return layout
 
@@ -61,6 +62,7 @@ class Case:
     @property
     def peers(self) -> list[str]:
         """The clouds to which this one has a line."""
+        # Whichever of the two is named first.
         joined = [{*pair} for pair in self.layout.lines]
         others = [name for name in self.layout.clouds if name != self.cloud]
         return [other for other in others if {self.cloud, other} in joined]
@@ -70,12 +72,14 @@ class Case:
         address = self.layout.address_of(self.machine.ranks_of(self.layout, self.cloud)[0])
         if address is not None:
             return address
+        # Without an address both dial a relay, where each pair has its rooms.
         return self._meeting(keys, [one for one in keys.peers if not self.dials(one)], label)
 
     def dialled_at(self, keys: LineKeys, peer: str, label: str) -> list[tuple[str, int] | Meeting]:
         """Return where this cloud dials the machines of a peer."""
         addresses = self.layout.clouds[peer].addresses
         if addresses:
+            # A rank on each machine of the peer listens.
             return [host_and_port(address) for address in addresses]
         return [self._meeting(keys, peers=[peer], label=label)]
 

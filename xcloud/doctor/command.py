@@ -48,6 +48,7 @@ def main(words: Sequence[str]) -> int:
     several.add_argument("--node-rank", type=int, default=0, help="which of them this is, from 0")
     parser.add_argument("--json", action="store_true", help="print the findings for a program")
     given = parser.parse_args(words)
+    # NaN compares as false, so it is refused as well.
     if not 0 <= given.wait < math.inf:
         raise ConfigError(f"--wait must be a number of seconds from 0 on, got {given.wait:g}")
     listen = None
@@ -79,6 +80,7 @@ def read_case(file: Path, cloud: str | None, run_dir: Path, machine: Machine = A
     clouds of one owner, no such cloud, or other machines of it.
     """
     asked = read_to_approve(file)
+    # Nothing was built, so nothing can be looked at: the refusal is the finding.
     if asked.settings is None:  # the policy lets nothing be built of what the file names
         assert asked.refusal is not None
         raise asked.refusal
@@ -93,6 +95,7 @@ def read_case(file: Path, cloud: str | None, run_dir: Path, machine: Machine = A
         raise ConfigError("give --cloud, or say in the policy of this cloud which it is (me)")
     layout = asked.settings.job.cluster
     assert isinstance(layout, ClusterLayout), "other layouts refuse several owners"
+    # Asked here, as a cloud that is not there would fail in every check.
     machine.ranks_of(layout, name)  # raises for a cloud that is not there
     return Case(
         file=file,
@@ -110,11 +113,14 @@ def read_case(file: Path, cloud: str | None, run_dir: Path, machine: Machine = A
 def examine(case: Case, wait_s: float, listen: tuple[str, int] | None = None) -> list[Finding]:
     """Make all checks. wait_s, listen: see check_lines."""
     own, keys = check_own_key(case)
+    # The other owners' certificates, each by itself: one may be missing where others are fine.
     certificates = {peer: check_certificate(case, peer=peer, own=keys) for peer in case.peers}
     findings = [check_file(case), check_name(case), own, *certificates.values()]
     findings += [check(case) for check in this_machine.CHECKS]
+    # A mailbox has no lines: each cloud reaches it by itself.
     if case.has_mailbox:
         return [*findings, check_mailbox(case)]
+    # A certificate that is not valid would end the talk to all.
     usable = {
         peer: case.policy.peers[peer]
         for peer, finding in certificates.items()

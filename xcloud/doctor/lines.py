@@ -31,6 +31,7 @@ from xcloud.line.ways import FAST_LINE, Dialler, Listener, Way, num_connections,
 from xcloud.net.link_end import ignore
 
 _LINE = "doctor"
+# A run's own number is drawn when it starts; this one is of no run.
 _RUN = b"xcloud doctor".ljust(RUN_BYTES, b"\0")  # of no training run
 PAUSE_S = 0.3
 CERTIFICATE = "certificate"
@@ -38,6 +39,7 @@ CERTIFICATE = "certificate"
 _CLOCKS_MAY_DIFFER_S = 2.0
 _CERTIFICATES_ALLOW_S = 3600.0
 _WMEM = Path("/proc/sys/net/ipv4/tcp_wmem")
+# From this share of its limit on a connection counts as full: measurements stay below it.
 _LIMIT_SHARE = 0.8
 
 
@@ -60,7 +62,9 @@ class LineTrial:
         self.congestion_control: str | None = None
         self.reason = ""
         self._way = way
+        # The same settings of release and file that ranks compare.
         self._facts = own_facts(case.digest)
+        # Named from the end that dials, as both must know the stream by one name.
         ends = (case.cloud, peer) if self.dials else (peer, case.cloud)
         stream = StreamName(
             _LINE, sender_cloud=ends[0], sender=0, receiver_cloud=ends[1], receiver=machine
@@ -68,6 +72,7 @@ class LineTrial:
         self._turn = turn
         self._wanted = Hello(stream, run=_RUN, attempt=1, connection=0, of=1)
         self._until_s = time.monotonic() + within_s
+        # A daemon: a doctor that is interrupted does not wait for it.
         self._thread = threading.Thread(target=self._run, name=f"doctor {peer}", daemon=True)
         self._thread.start()
 
@@ -77,24 +82,30 @@ class LineTrial:
     def _run(self) -> None:
         while True:
             try:
+                # Lines to machines of one cloud share its link, so they are measured one by one.
                 with self._turn:
                     return self._try()
             except LineDown as error:
+                # Where certificates differ each further try only says that the line is down.
                 if CERTIFICATE not in self.reason:  # a doctor that ends first closes its port
                     self.reason = str(error)
             except LinkError as error:  # the peer breaks the rules, and will again
                 self.reason = str(error)
+                # A peer that breaks the rules will do so again.
                 return
             except OSError as error:
                 self.reason = f"{self.peer}, while it was measured: {in_words(error)}"
+                # It was met, so trying again would measure a line that breaks.
                 return
             if time.monotonic() > self._until_s:
                 return
             time.sleep(PAUSE_S)
 
     def _try(self) -> None:
+        # A short try, over and over: the other doctor may start at any time.
         made = self._way.connect(self._wanted, is_bulk=True, timeout_s=PAUSE_S, wake=ignore)
         with made.tls as tls:
+            # Asked while the connection is open.
             self.congestion_control = _congestion_control(tls)
             measure = lead if self.dials else follow
             self.measured = measure(tls, self.peer, self._facts)
@@ -110,10 +121,13 @@ def check_lines(
     """
     findings = list[Finding]()
     tls = PinnedTls(keys=keys, label=_LINE)
+    # Strangers may dial an open port as often as they like.
     refused = deque[str](maxlen=1)  # whoever dials, and however often
+    # One port serves all peers that dial.
     listener: Listener | None = None
     trials = list[LineTrial]()
     try:
+        # All at once, since both ends must be there at the same time.
         for peer in keys.peers:
             turn = threading.Lock()
             if case.dials(peer):
@@ -127,6 +141,7 @@ def check_lines(
                 continue
             at = listen or case.listens_at(keys, label=_LINE)
             try:
+                # The peers that dial this machine share a listener.
                 listener = listener or Listener(
                     address=at,
                     tls=tls,
@@ -156,6 +171,7 @@ def check_lines(
             trial.join()
             findings += _of_trial(case, trial=trial, refused=refused)
     finally:
+        # Closed even if a trial failed: the run listens at the same port.
         if listener is not None:
             listener.close()
     return findings
@@ -163,6 +179,7 @@ def check_lines(
 
 def own_facts(digest: str) -> Facts:
     """Return what is compared with the other cloud. digest: of the experiment file."""
+    # Digests of all files of the package, so that an edited one is found.
     code = digest_of(as_text(code_digests()).encode())
     return Facts(xcloud.__version__, code, torch.__version__, platform.python_version(), digest)
 
@@ -171,6 +188,7 @@ def _of_trial(case: Case, trial: LineTrial, refused: Sequence[str]) -> Iterator[
     cloud = trial.peer
     addresses = case.layout.clouds[cloud if trial.dials else case.cloud].addresses
     relay = f"the relay {case.layout.relay}"
+    # The address at which the machine listens, or the relay where nobody does.
     where = addresses[trial.machine if len(addresses) > 1 else 0] if addresses else relay
     peer = cloud  # as findings name it
     fact = f"{cloud} dials {where}"
@@ -180,17 +198,20 @@ def _of_trial(case: Case, trial: LineTrial, refused: Sequence[str]) -> Iterator[
     elif trial.dials:
         fact = f"this cloud dials {where}"
         if len(addresses) > 1:
+            # Several machines of a peer are several findings.
             peer = f"{cloud} at {where}"
             words = f" --nnodes {len(addresses)} --node-rank {trial.machine}"
     name = f"line to {peer}"
     if trial.measured is None:
         reason = trial.reason
+        # Why a peer was refused here, which it cannot see itself.
         if refused:
             reason += f"; last refused here: {refused[-1]}"
         advice = (
             f"ask the owner of {cloud} to run `python -m xcloud doctor {case.file.name} --cloud "
             f"{cloud}{words}` at the same time, and see that {where} is open to the one who dials"
         )
+        # The most frequent cause once a line exists.
         if CERTIFICATE in reason:
             advice = (
                 "compare by phone what `python -m xcloud keys show FILE` says of both "
@@ -210,6 +231,7 @@ def _of_trial(case: Case, trial: LineTrial, refused: Sequence[str]) -> Iterator[
     yield _bandwidth(peer, found=found)
     yield _connections(peer, found=found)
     yield _control(peer, used=trial.congestion_control)
+    # A cloud of several machines shares what crosses.
     out, back = (
         num_bytes // max(1, len(addresses)) for num_bytes in bytes_per_step(case, peer=cloud)
     )
@@ -219,6 +241,7 @@ def _of_trial(case: Case, trial: LineTrial, refused: Sequence[str]) -> Iterator[
 def _compared(peer: str, own: Facts, theirs: Facts) -> Iterator[Finding]:
     name = f"release of {peer}"
     advice = "install the same release of xcloud, unchanged, in both clouds"
+    # Other releases may not understand each other's messages.
     if own.release != theirs.release:
         yield red(name, fact=f"xcloud {theirs.release} there, {own.release} here", advice=advice)
     elif own.code != theirs.code:
@@ -249,6 +272,7 @@ def _clock(peer: str, ahead_s: float) -> Finding:
     name = f"clock of {peer}"
     fact = f"{human_seconds(abs(ahead_s))} {'ahead of' if ahead_s > 0 else 'behind'} this one"
     advice = "set both clocks by NTP (timedatectl set-ntp true)"
+    # A certificate may not be valid yet by a clock that is so far off.
     if abs(ahead_s) > _CERTIFICATES_ALLOW_S:
         return red(name, fact=fact, advice=advice, clock_ahead_s=ahead_s)
     if abs(ahead_s) > _CLOCKS_MAY_DIFFER_S:
@@ -273,6 +297,7 @@ def _connections(peer: str, found: LineFigures) -> Finding:
     limit_bytes = _max_send_buffer()
     if limit_bytes is None:
         return ok(name, fact=f"the run opens {opens} a direction", num_connections=opens)
+    # A connection carries at most a buffer in each round trip.
     one_bytes_per_s = stream_bytes(limit_bytes) / found.round_trip_s
     fact = (
         f"each carries at most {human_bandwidth(8 * one_bytes_per_s)} "
@@ -281,8 +306,10 @@ def _connections(peer: str, found: LineFigures) -> Finding:
     )
     figures = {"one_bytes_per_s": one_bytes_per_s, "num_connections": opens}
     needed = math.ceil(FAST_LINE / one_bytes_per_s)
+    # As many as the run opens suffice for a line of 1 Gbit/s.
     if needed <= opens:
         return ok(name, fact=fact, **figures)
+    # The buffer grows in proportion to what is missing.
     wanted = round(limit_bytes * needed / opens)
     return warn(
         name,
@@ -296,6 +323,7 @@ def _control(peer: str, used: str | None) -> Finding:
     name = f"congestion control to {peer}"
     if used is None:
         return ok(name, fact="this system does not say")
+    # Others take a lost packet for a full line, and slow down.
     if used == "bbr":
         return ok(name, fact="bbr")
     return warn(
@@ -313,6 +341,7 @@ def _step(peer: str, out: int, back: int, found: LineFigures) -> Finding:
     name = f"step over the line to {peer}"
     if not out + back:
         return ok(name, fact="the settings do not tell how much crosses in a step")
+    # Up and down one after the other, as if nothing overlapped.
     busy_s = out / found.sent_bytes_per_s + back / found.received_bytes_per_s
     fact = (
         f"at most {human_bytes(out)} out and {human_bytes(back)} back: {human_seconds(busy_s)} of "
@@ -321,6 +350,7 @@ def _step(peer: str, out: int, back: int, found: LineFigures) -> Finding:
     limit_bytes = _max_send_buffer()
     opens = num_connections(found.round_trip_s)
     if limit_bytes is not None and opens > 1:
+        # Only if a connection was full in the measurement do more of them help.
         filled = _LIMIT_SHARE * stream_bytes(limit_bytes) / found.round_trip_s
         if min(found.sent_bytes_per_s, found.received_bytes_per_s) > filled:
             fact += f"; on {opens} of them down to {human_seconds(busy_s / opens)}"
@@ -332,6 +362,7 @@ def bytes_per_step(case: Case, peer: str) -> tuple[int, int]:
     the settings tell."""
     out = 0
     back = 0
+    # Settings say the most that a message takes.
     for message in case.job.leaving():
         num_bytes = message.num_per_step * (message.max_bytes or 0)
         if (message.sender, message.to) == (case.cloud, peer):
@@ -344,6 +375,7 @@ def bytes_per_step(case: Case, peer: str) -> tuple[int, int]:
 def _cannot_listen(peer: str, at: tuple[str, int] | Meeting, error: OSError) -> Finding:
     assert not isinstance(at, Meeting), "who meets at a relay opens no port"
     host, port = at
+    # Python says the address again behind "(while".
     reason = (error.strerror or str(error)).partition(" (while")[0]
     return red(
         f"line to {peer}",
@@ -356,6 +388,7 @@ def _cannot_listen(peer: str, at: tuple[str, int] | Meeting, error: OSError) -> 
 def _max_send_buffer() -> int | None:
     """Return the largest send buffer that Linux gives a connection by itself, in bytes."""
     with suppress(OSError, ValueError):
+        # The third number is the most that the kernel takes by itself.
         return int(_WMEM.read_text().split()[2])
     return None
 

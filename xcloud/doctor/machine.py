@@ -42,12 +42,14 @@ def check_processors(case: Case) -> Finding:
     ranks = num_ranks_in_words(case.num_ranks)
     wants = case.layout.clouds[case.cloud].device
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    # A cloud that asks for the CPU may have a GPU all the same.
     if num_gpus and wants != "cpu":
         memory = ", ".join(
             f"{one.name} {human_bytes(one.total_memory)}"
             for one in map(torch.cuda.get_device_properties, range(num_gpus))
         )
         fact = f"{num_gpus} for {ranks}: {memory}"
+        # Ranks can share a GPU; they are slow, and nothing fails.
         if num_gpus < case.num_ranks:
             return warn("GPU", fact=fact, advice="ranks share a GPU; give the cloud fewer ranks")
         return ok("GPU", fact=fact, num_gpus=num_gpus)
@@ -67,6 +69,7 @@ def check_load(case: Case) -> Finding:
     """Look whether other programs keep the processors busy."""
     load, _, _ = os.getloadavg()
     num_processors = os.cpu_count() or 1
+    # The load of the last minute, which the doctor itself adds little to.
     fact = f"{load:.1f} on {num_processors} processors, before the run"
     if load > num_processors:
         return warn(
@@ -80,6 +83,7 @@ def check_load(case: Case) -> Finding:
 
 def check_memory(case: Case) -> Finding:
     """Look at the free memory. What the stages need is known only after a trial run."""
+    # psutil sees the machine's memory, and a container may have less.
     free = min(psutil.virtual_memory().available, _container_limit())
     needs = case.num_ranks * _PROGRAM_BYTES
     fact = (
@@ -96,6 +100,7 @@ def check_memory(case: Case) -> Finding:
 def check_disk(case: Case) -> Finding:
     """Look at the free disk where the run would be written."""
     folder = case.run_dir.absolute()
+    # The run makes the folder; its nearest parent is on the disk that counts.
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
@@ -115,6 +120,7 @@ def check_descriptors(case: Case) -> Finding:
     num_peers = 0
     if not case.has_mailbox:  # which needs none beside those of a rank's own
         num_peers = sum(len(case.layout.ranks_in(peer)) for peer in case.peers)
+    # The most that could ever be open at once: a limit that is reached in the middle ends a run.
     needs = _OWN_FILES + _FILES_PER_PEER * num_peers
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
@@ -129,7 +135,9 @@ def check_files(case: Case) -> Finding:
     """Look whether the files and folders that the experiment reads are here."""
     wanted = set()
     fetched = set()
+    # The same list as the policy's: what the file leads to.
     for one in leads_of(case.settings.plain):
+        # A name on the hub that means a folder here is a file to read.
         if one.to == "read" or (one.to == "hub" and is_place(one.value)):
             wanted.add(one.value)
         elif one.to == "hub":
@@ -165,6 +173,7 @@ def check_threads(case: Case) -> Finding:
     fact = f"{given} for each of {num_ranks_in_words(case.num_ranks)}"
     if "OMP_NUM_THREADS" in os.environ:
         fact += ", as OMP_NUM_THREADS says"
+    # OMP_NUM_THREADS may name a number for each level.
     wanted = int(given.split(",")[0]) * case.num_ranks
     if wanted > num_cores() and "OMP_NUM_THREADS" in os.environ:
         return warn(
@@ -178,6 +187,7 @@ def check_threads(case: Case) -> Finding:
 def _container_limit() -> int:
     """Return how many bytes the container may use, of which psutil knows nothing."""
     with suppress(OSError, ValueError):  # there is none, or it says "max"
+        # "max" is no number: there is no limit.
         return int(_CGROUP_LIMIT.read_text())
     return sys.maxsize
 

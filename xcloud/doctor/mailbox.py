@@ -24,6 +24,7 @@ def check_mailbox(case: Case) -> Finding:
     if case.refusal is not None:  # the policy may not let this cloud reach that address
         return warn("mailbox", fact="not looked at", advice="first mend the file or the policy")
     try:
+        # writes=False: what the store would try by itself is tried below, step by step and timed.
         store = ObjectStore(wan.url, patience_s=_PATIENCE_S, writes=False)
         took_s = _try(store)
     except (ConfigError, LinkError) as error:
@@ -41,10 +42,12 @@ def check_mailbox(case: Case) -> Finding:
 def _try(store: ObjectStore) -> dict[str, float]:
     """Return what each request took, in seconds. Raises LinkError for one that fails, or that
     does something else than a run needs."""
+    # A name of its own, so that two doctors at once do not meet.
     name = secrets.token_hex(8)
     path = f"{_FOLDER}/{name}"
     took_s = {}
 
+    # Each request by itself, as a policy of the store may allow some of them only.
     started_s = time.monotonic()
     store.put(path, data=_DATA)
     took_s["write"] = time.monotonic() - started_s
@@ -58,6 +61,7 @@ def _try(store: ObjectStore) -> dict[str, float]:
     started_s = time.monotonic()
     found = store.get(path, max_bytes=_RANGE_BYTES)
     took_s["read"] = time.monotonic() - started_s
+    # get returns one byte more than was asked for, where there is one.
     if found != _DATA[: _RANGE_BYTES + 1]:
         raise LinkError(f"{store.url} gives other bytes of an object than were asked for")
 

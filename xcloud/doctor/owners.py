@@ -17,12 +17,14 @@ def check_file(case: Case) -> Finding:
     """Look whether the file may run in this cloud."""
     short = f"SHA-256 {case.digest[:16]}…"
     approve = f"read what it asks for with `python -m xcloud approve {case.file}`"
+    # The policy's own reasons come first: an approval would not help.
     if case.refusal is not None:
         return red(
             "file",
             fact=str(case.refusal),
             advice=f"change the file in all clouds, or {case.policy_file} in this one",
         )
+    # Without a list any file runs, which an owner may not want.
     if case.policy.approved is None:
         return warn(
             "file",
@@ -43,6 +45,7 @@ def check_name(case: Case) -> Finding:
     me = case.policy.me
     if me == case.cloud:
         return ok("this cloud", fact=f"{me}, as {case.policy_file} says")
+    # Without `me` a file could call this machine any of its clouds.
     fact = f"--cloud is {case.cloud}, and {case.policy_file} does not say which cloud this is"
     if me is not None:
         fact = f"--cloud is {case.cloud}, but {case.policy_file} says me: {me}"
@@ -76,6 +79,7 @@ def check_certificate(case: Case, peer: str, own: LineKeys | None) -> Finding:
             fact=f"{case.policy_file} names none",
             advice=f"{get}, and write peers: {{{peer}: [{peer}.pem]}} into the policy",
         )
+    # A certificate is read with this cloud's own key.
     if own is None:
         return warn(name, fact="not looked at", advice="first mend this cloud's own key")
     try:
@@ -88,6 +92,7 @@ def check_certificate(case: Case, peer: str, own: LineKeys | None) -> Finding:
 
 
 def _dated(name: str, certificates: Sequence[Certificate], advice: str) -> Finding:
+    # Of two certificates, on the day of a change, the one that ends first.
     until = min(one.valid_until for one in certificates)
     left = until - datetime.now(UTC)
     fact = f"SHA-256 {certificates[-1].fingerprint[:16]}…, valid until {until:%Y-%m-%d}"

@@ -28,6 +28,7 @@ _RAMP_S = 1.0
 _CHUNK = os.urandom(1 << 16)  # a VPN could compress zeros
 _NUM_PINGS = 10
 _SHORTEST_S = 1e-6  # of a round trip, which figures are divided by
+# A doctor at the other end has to answer from a process that is at work.
 ANSWER_S = 15.0
 _MAX_FACTS = 2048
 _MAX_TEXT = 100
@@ -48,6 +49,7 @@ class DoctorMessage(IntEnum):
     FIGURES = 7
 
 
+# END and PING have no content.
 _MAX_BYTES = {
     DoctorMessage.FACTS: _MAX_FACTS,
     DoctorMessage.PONG: _NUMBER.size,
@@ -90,9 +92,11 @@ def lead(tls: socket.socket, peer: str, facts: Facts) -> LineFigures:
     Raises OSError where the connection ends, FrameError for a peer that breaks the rules.
     """
     talk = _Talk(tls=tls, peer=peer)
+    # Who has dialled speaks first, as it leads.
     talk.send(DoctorMessage.FACTS, pack_facts(facts))
     theirs = unpack_facts(talk.receive(DoctorMessage.FACTS), peer=peer)
     round_trip_s, clock_ahead_s = _ping(talk)
+    # Up first, then down: together they would share the processors of small machines.
     _send_bulk(talk)
     sent = talk.receive_rate()
     received = _receive_bulk(talk)
@@ -116,6 +120,7 @@ def follow(tls: socket.socket, peer: str, facts: Facts) -> LineFigures:
     sent = talk.receive_rate()
     round_trip_s, clock_behind_s = talk.receive_numbers(DoctorMessage.FIGURES, form=_FIGURES)
     talk.send(DoctorMessage.END)
+    # The leader measures, and its clock being ahead is this one's being behind.
     return LineFigures(theirs, max(round_trip_s, _SHORTEST_S), -clock_behind_s, sent, received)
 
 
@@ -130,6 +135,7 @@ class _Talk:
         self._peer = peer
 
     def send(self, kind: DoctorMessage, content: bytes = b"") -> None:
+        # For each message: a peer that stops reading must not hold this side for ever.
         self._tls.settimeout(ANSWER_S)
         self._tls.sendall(HEAD.pack(kind, len(content)) + content)
 
@@ -141,6 +147,7 @@ class _Talk:
         self, allowed: tuple[DoctorMessage, ...], until_s: float
     ) -> tuple[DoctorMessage, bytes]:
         number, num_bytes = HEAD.unpack(self._read(HEAD.size, until_s=until_s))
+        # Only what may come now, and no more bytes than such a message has.
         kind = next((one for one in allowed if one == number), None)
         if kind is None or num_bytes > _MAX_BYTES.get(kind, 0):
             wanted = " or ".join(one.name for one in allowed)
@@ -166,6 +173,7 @@ class _Talk:
                 f"the doctor of {self._peer} sent {kind.name} of {len(content)} bytes"
             )
         numbers: tuple[float, ...] = form.unpack(content)
+        # NaN would pass every comparison.
         if not all(map(math.isfinite, numbers)):
             raise FrameError(f"the doctor of {self._peer} sent {kind.name} {numbers}")
         return numbers
@@ -173,6 +181,7 @@ class _Talk:
     def _read(self, num_bytes: int, until_s: float) -> bytes:
         data = memoryview(bytearray(num_bytes))
         at = 0
+        # recv returns what there is.
         while at < num_bytes:
             left_s = until_s - time.monotonic()
             if left_s <= 0:
@@ -180,6 +189,7 @@ class _Talk:
             self._tls.settimeout(left_s)
             count = self._tls.recv_into(data[at:])
             if not count:
+                # An orderly end in the middle of a message.
                 raise ConnectionResetError
             at += count
         return bytes(data)
@@ -194,7 +204,9 @@ def _ping(talk: _Talk) -> tuple[float, float]:
         talk.send(DoctorMessage.PING)
         peer_at_s = talk.receive_number(DoctorMessage.PONG)
         took_s = time.perf_counter() - started_s
+        # The peer read its clock in the middle of the round trip, if both ways take as long.
         answers.append((took_s, peer_at_s - asked_at_s - took_s / 2))
+    # The quickest answer waited least in queues.
     return min(answers)
 
 
@@ -208,6 +220,7 @@ def _send_bulk(talk: _Talk) -> None:
 def _receive_bulk(talk: _Talk) -> float:
     """Return at how many bytes per second the peer's data comes, once TCP has found its rate."""
     began_s = time.monotonic()
+    # The sender stops by its own clock, after BULK_S; the rest is room for a slow line.
     until_s = began_s + BULK_S + 4 * ANSWER_S
     arrivals = []  # moments
     while True:
@@ -217,10 +230,13 @@ def _receive_bulk(talk: _Talk) -> float:
         arrivals.append(time.monotonic())
     if not arrivals:
         raise TimeoutError
+    # TCP needs some round trips to find the rate of the line.
     ramp_s = min(_RAMP_S, BULK_S / 3)
     counted = [moment for moment in arrivals if moment >= began_s + ramp_s]
+    # A line so slow that next to nothing came behind the ramp.
     if len(counted) < 2:
         return len(arrivals) * len(_CHUNK) / (time.monotonic() - began_s)
+    # From the first counted arrival on, whose bytes were under way before.
     return (len(counted) - 1) * len(_CHUNK) / (counted[-1] - counted[0])
 
 
@@ -234,6 +250,7 @@ def unpack_facts(content: bytes, peer: str) -> Facts:
         found = parsed_json(content)
     except ValueError:
         found = None
+    # Exactly these keys: another release may send others.
     is_whole = isinstance(found, dict) and found.keys() == set(Facts._fields)
     is_text = all(
         isinstance(one, str) and len(one) <= _MAX_TEXT and one.isprintable()

@@ -29,6 +29,7 @@ EXIT_PEER_LOST = 3  # the cause is elsewhere: another rank went away first
 EXIT_COMES_AGAIN = 78  # EX_CONFIG of sysexits.h: an error that xcloud raises on purpose
 EXIT_START_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: asked to end, and can go on where it was
 ENDINGS = "XCLOUD_ENDINGS"  # folder in which the ranks of a machine leave how they have ended
+# Who loses a peer often ends before the cause itself has.
 _SETTLE_S = 1.5  # how long after the first failure to look for an earlier cause
 
 
@@ -52,6 +53,7 @@ def write_failure(run_dir: Path, rank: int, error: BaseException) -> int:
     """
     text = str(error)
     # Who refuses a frame has lost nobody: the refusal is the cause.
+    # A frame that is refused comes from a peer that lives.
     is_lost = isinstance(error, LinkError) and not isinstance(error, FrameError)
     # A collective inside a cloud breaks with a bare RuntimeError when a peer goes away.
     peer_lost = is_lost or (
@@ -134,15 +136,18 @@ def first_cause(
     """
     settled_at_s = time.monotonic() + _SETTLE_S
     codes = failed()
+    # Until somebody has a reason of its own, or all have ended.
     while time.monotonic() < settled_at_s and not own_failures(codes) and len(codes) < len(clouds):
         time.sleep(0.05)
         codes = failed()
+    # A rank with an error of its own, else the first that ended.
     rank = (own_failures(codes) or [*codes])[0]
     code = codes[rank]
     failure = failure_of(run_dir, rank)
     log = run_dir / f"rank{rank}.log"
     if failure is not None:
         what = failure["message"]
+    # It can't have written anything.
     elif rank in suspended:
         what = f"was stopped (SIGSTOP) for more than {suspended[rank]:g} s and is given up"
     elif code < 0:
@@ -163,6 +168,7 @@ def lost_clouds(run_dir: Path, clouds: Sequence[str], codes: Mapping[int, int]) 
     codes: exit codes of the ranks that have ended before their time.
     """
     lost = {clouds[rank] for rank in codes}
+    # At the end there is nothing left that a cloud could come back to.
     if lost and _phase_of(run_dir, rank=0) == "evaluation":
         return set()
     own_errors = (EXIT_FAILED, EXIT_COMES_AGAIN)
@@ -187,18 +193,21 @@ class Ranks(Protocol):
 
 def start_lost_clouds(ranks: Ranks, after_s: float) -> None:
     """Restart the clouds that lost a rank at least after_s seconds ago."""
+    # Ranks that end with 0 have finished.
     ended = {rank: process.poll() for rank, process in enumerate(ranks.processes)}
     codes = {rank: code for rank, code in ended.items() if code}
     for cloud in lost_clouds(ranks.run_dir, clouds=ranks.clouds, codes=codes):
         if ranks.for_s(cloud) < after_s:
             continue
         del ranks.since_s[cloud]
+        # All ranks of the cloud: they hold a state together, and it is gone.
         own = [rank for rank, other in enumerate(ranks.clouds) if other == cloud]
         for rank in own:
             ranks.processes[rank].kill()
         for rank in own:
             ranks.processes[rank].wait()
             error_file(ranks.run_dir, rank).unlink(missing_ok=True)
+            # The log of the lost attempt is kept, once.
             ranks.log(rank).replace(ranks.log(rank).with_suffix(".before.log"))
             ranks.processes[rank] = ranks.start_rank(rank)
 

@@ -62,6 +62,7 @@ def run(
     what happened. A first signal after the ranks have ended waits until the record is written,
     and changes nothing else; a second one ends that too.
     """
+    # Before the folder is owned: a wrong setting leaves nothing behind.
     _check_job(settings.job)
     with owned(run_dir):
         _check_folder(settings, run_dir, resumes)
@@ -94,12 +95,16 @@ def run_in_owned(
     settings.job.tracker.check()
     job = settings.job
     file = run_dir / EXPERIMENT_FILE
+    # Ranks read it under another name until they have taken over the state; so a resume that fails
+    # leaves the file of the run as it was.
     asked = run_dir / f"resumed.{file.name}" if resumes and file.exists() else file
     settings.write(asked)
     say("\n".join([job.headline, *misfits(job)]))
+    # A summary says that a run has ended, so the new attempt must not have one.
     drop_unfinished(run_dir)
     for stale in run_dir.glob("rank*.wire.json"):  # of a run here that may have had more ranks
         set_aside(stale)
+    # Only a resumed run goes on counting what its earlier attempts sent.
     if not resumes:
         for stale in run_dir.glob("rank*.wire.earlier.json"):
             stale.unlink()
@@ -108,6 +113,7 @@ def run_in_owned(
 
     cause: str | None = None
     signals = StopSignals(ranks.ask_to_stop)
+    # Signals are handled from before the first rank starts until the record is written.
     with signals.handled():
         try:
             monitor.start()
@@ -125,14 +131,18 @@ def run_in_owned(
                 cause = stopped_in_words(run_dir, by, again, unsaved=unsaved)
             else:
                 cause = _cause(error)
+            # The same exception with the words for a user.
             if isinstance(error, RunStopped):
                 raise RunStopped(cause) from None
             raise
         finally:
+            # From here on a first signal waits until the record is written.
             signals.writes_record = True
+            # Also on any error of this process: no rank is left behind.
             ranks.end()
             if asked != file:
                 asked.unlink(missing_ok=True)
+            # What this block runs for, seen from `finally`.
             is_stopped = isinstance(sys.exception(), RunStopped)
             summary = monitor.finish(cause, is_stopped, is_raised=cause is not None)
             forget_launcher(run_dir)
@@ -144,7 +154,9 @@ def run_in_owned(
 
 def _check_job(job: Job) -> None:
     """Raise ConfigError for what cannot run here."""
+    # A policy that cannot be read would fail every rank.
     this_clouds_policy()  # each rank reads it
+    # Only run.py chooses plans, before it comes here.
     if job.plan is not None:
         raise ConfigError("plan= is for one run of run.py: leave -m out, or plan=none")
     if job.cluster.between_owners:
@@ -191,6 +203,7 @@ def _follow(ranks: LocalRanks, monitor: Monitor, file: Path) -> bool:
     have_joined = monitor.poll()
     if monitor.attempt.trains and ranks.experiment_file != file:
         with contextlib.suppress(OSError):  # a full disk: it is tried again
+            # From now on the run is that of the new file.
             replace_text(file, text=ranks.experiment_file.read_text("utf-8"))
             ranks.experiment_file = file
             monitor.keep(file)
@@ -227,6 +240,7 @@ def train(
     follow: called often. It returns whether all ranks have joined.
     """
     folder = CheckpointSteps(ranks.run_dir)
+    # Checkpoints that were there before this command.
     step = max(folder.agreed_steps(), default=0)
     num_restarts = Counter[str]()
     while True:
@@ -236,15 +250,18 @@ def train(
             return ranks.wait(meanwhile=follow)
         except RunFailed as error:
             # An error that a rank itself has named comes again.
+            # A rank that has named an error of its own would name it again.
             if comes_again(ranks.failed):
                 raise
             agreed = folder.agreed_steps()
             if agreed and agreed[0] > step:  # what was lost is made up for
                 step = agreed[0]
                 num_restarts.clear()
+            # Failures of other owners' ranks do not use up what is allowed here.
             where = "here" if own_failures(ranks.failed) else "elsewhere"
             if num_restarts[where] == max_restarts:
                 raise
+            # Without a checkpoint all would be repeated, unless the other cloud does so anyway.
             if not agreed and not was_restarted_elsewhere(ranks.run_dir):
                 raise
             num_restarts[where] += 1
@@ -276,6 +293,7 @@ class StopSignals:
         """Handle signals while the block lasts; outside the main thread, which alone gets signals,
         nothing is done."""
         before: dict[int, Any] = {}
+        # Signals can be handled in the main thread only; elsewhere the caller has to.
         with contextlib.suppress(ValueError):
             for number in signals_to_stop():
                 before[number] = signal.signal(number, self._take)

@@ -28,6 +28,7 @@ from xcloud.record.files import ready_file
 
 POLL_EVERY_S = 0.1
 END_WITHIN_S = 5.0
+# A rank that may be lost can be in a checkpoint, or wait for a line.
 LATE_S = 15.0  # how long a dispensable rank may take to end after the others
 _FINAL_REPORTS_S = 3.0  # how long after a failure the others may take to report their last steps
 _STOPPED_CODES = (EXIT_START_AGAIN, -signal.SIGUSR1)  # the signal before it could be handled
@@ -58,6 +59,7 @@ def num_threads(num_processes: int) -> str:
     """
     given = os.environ.get("OMP_NUM_THREADS", "").strip()
     if not given:
+        # Rounded down: ranks that share a core slow each other more than an idle core costs.
         return str(max(1, num_cores() // num_processes))
     if not re.fullmatch(r"[1-9][0-9]{0,8}(\s*,\s*[1-9][0-9]{0,8})*", given):
         raise ConfigError(
@@ -74,6 +76,7 @@ def start_process(
 
     speaks: True to send what it prints, except errors, to this process's output instead.
     """
+    # Opened for the child, which keeps it open.
     with open(log, "ab") as file:
         return subprocess.Popen(
             command,
@@ -124,9 +127,11 @@ class LocalRanks:
 
     def start(self) -> None:
         """Start all ranks. It may be called again once `wait` has raised RunFailed."""
+        # Read once, since the signal may come while the ranks are started.
         was_asked = self.is_asked_to_stop
         if was_asked:
             raise RunStopped
+        # Files of an attempt that was killed, by which ranks would find nobody.
         self._remove_rendezvous()
         for stale in self.run_dir.glob("rank*.error.json"):  # a rank may die before it looks
             stale.unlink(missing_ok=True)
@@ -147,6 +152,8 @@ class LocalRanks:
 
     def start_rank(self, rank: int) -> subprocess.Popen[bytes]:
         command = python_command("xcloud", *self.words_of(rank))
+        # What the user has set counts more than what saves memory, and less than what the ranks
+        # need.
         environment = {
             **LIBRARY_SETTINGS,
             "TOKENIZERS_PARALLELISM": "false",
@@ -154,6 +161,7 @@ class LocalRanks:
             "OMP_NUM_THREADS": num_threads(len(self.clouds)),
             **module_paths(),
             **self.interface,
+            # The number among the ranks of this machine, by which a rank takes its GPU.
             "LOCAL_RANK": str(self.ranks.index(rank)),
         }
         more = {"speaks": True} if self.speaks(rank) else {}
@@ -163,6 +171,7 @@ class LocalRanks:
     def interface(self) -> dict[str, str]:
         """Return the variable that says where gloo listens: whatever the shell has set is for runs
         over several machines."""
+        # Ranks of one machine meet over its loop: a firewall or a name server has no say.
         return {INTERFACE_VARIABLE: "lo" if sys.platform == "linux" else "lo0"}
 
     def speaks(self, rank: int) -> bool:
@@ -183,6 +192,7 @@ class LocalRanks:
     @property
     def failed(self) -> dict[int, int]:
         """The exit codes of the ranks that have failed, without those that were ended for it."""
+        # Kept once the run has failed, as ranks that are ended afterwards fail, too.
         if self._failed is not None:
             return self._failed
         ended = {r: p.poll() or 0 for r, p in zip(self.ranks, self.processes, strict=False)}
@@ -201,6 +211,7 @@ class LocalRanks:
         exception (Ctrl+C). Raises RunStopped once all ranks have ended early as they were asked.
         """
         try:
+            # `meanwhile` follows the run's events, many times a second.
             while not self._is_over(have_joined=meanwhile()):
                 time.sleep(POLL_EVERY_S)
         finally:
@@ -221,11 +232,13 @@ class LocalRanks:
         codes = [process.poll() for process in self.processes]
         needed = [codes[self.ranks.index(rank)] for rank in self.essential]
         is_stopped = any(code in _STOPPED_CODES for code in codes)
+        # The others wait inside torch for the one that has stopped, and hear no signal there.
         if is_stopped and not have_joined and self.for_s("stop") > END_WITHIN_S:
             raise RunStopped
         # The run can do without ranks that are ready, of those that may be lost.
         failed = self.failed
         ready = {rank for rank in failed if ready_file(self.run_dir, rank).exists()}
+        # Ranks whose loss the run survives are left out.
         if failed.keys() - (ready - self.essential):
             cause = first_cause(
                 self.run_dir,
@@ -233,6 +246,8 @@ class LocalRanks:
                 failed=lambda: self.failed,
                 suspended=dict.fromkeys(self._suspended, self._liveness.lost_after_s),
             )
+            # The others report their last steps before they lose the failed one, which the record
+            # is made of.
             until_s = time.monotonic() + (_FINAL_REPORTS_S if have_joined else 0.0)
             while time.monotonic() < until_s and any(p.poll() is None for p in self.processes):
                 time.sleep(POLL_EVERY_S)
@@ -240,10 +255,12 @@ class LocalRanks:
                 raise RunStopped  # ranks that are asked to end go one by one, and others lose them
             self._failed = self.failed
             raise RunFailed(cause)
+        # Any essential rank that still runs.
         if None in needed:
             if have_joined and self._restart_s is not None and not self.is_asked_to_stop:
                 start_lost_clouds(self, after_s=self._restart_s)
             return False
+        # Ranks that may be lost get some time to end by themselves.
         if self.for_s("end") <= LATE_S and None in codes:
             return False
         if any(code in _STOPPED_CODES for code in needed):
@@ -256,10 +273,12 @@ class LocalRanks:
         return now_s - self.since_s.setdefault(what, now_s)
 
     def _new_detector(self) -> FailureDetector:
+        # One more than the highest rank, as peers are numbered through all owners.
         detector = FailureDetector(
             rank=LAUNCHER, num_ranks=self.ranks.stop, liveness=self._liveness
         )
         for peer in detector.peers.values():
+            # From now on silence counts.
             peer.mark_alive()
         return detector
 
@@ -267,6 +286,7 @@ class LocalRanks:
         """End ranks that have been suspended all along for lost_after_s. They would keep others
         waiting where no link looks for heartbeats: while they join, and in a collective."""
         for rank, process in zip(self.ranks, self.processes, strict=False):
+            # A rank that runs is alive, whatever it does: only one that is stopped is silent here.
             if not _is_suspended(process):
                 self._detector.peers[rank].mark_alive()
         for rank in {*self._detector.silent()}.intersection(watched):
@@ -275,6 +295,7 @@ class LocalRanks:
 
     def end(self) -> None:
         """Terminate what still runs; kill what does not obey."""
+        # All get the same deadline, as they end side by side.
         deadline = time.monotonic() + END_WITHIN_S
         for process in self.processes:
             if process.poll() is None:

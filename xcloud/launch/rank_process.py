@@ -42,10 +42,12 @@ class RankProcess(Process):
         self.run_dir = run_dir
         self.rank = rank
         run_dir.mkdir(parents=True, exist_ok=True)
+        # Before anything can fail, so that a file which is there is of this attempt.
         error_file(run_dir, rank).unlink(missing_ok=True)  # of an earlier run in this folder
         set_aside(audit_file(run_dir, rank))
         state = RankState(run_dir, rank, torchrun=self.by_torchrun, says=says)
         super().__init__(StopSignal(), state)
+        # From here on a signal asks for a stop instead of ending the process.
         self.asked.install(*self.stop_signals, exit_code=EXIT_START_AGAIN)
 
     def main(self) -> NoReturn:
@@ -59,6 +61,7 @@ class RankProcess(Process):
         except BaseException as error:
             code = EXIT_FAILED
             ending = failed(error)
+            # What has failed is said by `fail` alone.
             self.state.says = False
             code = self.fail(error)
         finally:
@@ -72,6 +75,7 @@ class RankProcess(Process):
     def run(self) -> bool:
         """Run the rank. Return whether the run has ended early, as it was asked to."""
         settings = self.read()
+        # Told before it joins, as others may lose it while it waits.
         job = settings.job
         self.state.may_leave = self.rank not in job.roster.essential
         rendezvous, verdict = join(
@@ -86,6 +90,7 @@ class RankProcess(Process):
     def play(self, settings: Settings, rendezvous: Rendezvous, verdict: Verdict) -> bool:
         """Run what all ranks have agreed on. Return whether it has ended early."""
         job = settings.job
+        # Several ranks in one process: threads that take turns (docs/decisions/0015).
         if job.cluster.num_processes < job.cluster.num_ranks:
             return run_in_threads(
                 settings, run_dir=self.run_dir, asked=self.asked, state=self.state
@@ -111,6 +116,7 @@ class RankProcess(Process):
 
     def rendezvous(self, job: Job) -> Rendezvous:
         """Find the other ranks."""
+        # In an elastic job ranks come at any time, and may come again.
         find = rendezvous_at_any_time if job.roster.is_elastic else rendezvous_here
         return find(job, self.rank, self.run_dir)
 
@@ -121,9 +127,11 @@ class RankProcess(Process):
 
 def tie_to_parent(parent: int) -> None:
     """End with the parent, whatever ends it; leave Ctrl+C to the parent, which ends all ranks."""
+    # Ctrl+C goes to the launcher, which asks its ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     end_with_parent()
+    # The parent may have ended before the line above.
     if sys.platform == "linux" and os.getppid() != parent:
         sys.exit("the parent is gone")
 
@@ -146,6 +154,7 @@ def run_in_threads(settings: Settings, run_dir: Path, asked: StopSignal, state: 
 
     def work(transport: MemoryTransport) -> bool:
         rank = transport.rank
+        # Rank 0 has the state of the process itself.
         own = RankState(run_dir, rank) if rank else state
         _, verdict = join(
             job, table, rank=rank, run_dir=run_dir, find_others=lambda: transport.rendezvous
@@ -157,4 +166,5 @@ def run_in_threads(settings: Settings, run_dir: Path, asked: StopSignal, state: 
             own.close(STOPPED if is_stopped else DONE)
         return is_stopped
 
+    # The last rank is the consumer, whose end is that of the run.
     return in_threads(job.cluster.num_ranks, work)[-1]

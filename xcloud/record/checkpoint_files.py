@@ -63,17 +63,22 @@ class CheckpointFolder(CheckpointSteps):
         """
         folder = self.step_dir(step)
         folder.mkdir(parents=True, exist_ok=True)
+        # The names of folders are on the disk only once their own folders are written.
         for above in (self.path, self.path.parent):
             sync_names(above)
+        # A shard of an earlier attempt at this step is none of this one.
         _delete_part(folder, rank=rank)
         tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
         numbers = {name: value for name, value in state.items() if name not in tensors}
         try:
+            # Tensors first: the JSON, which makes a shard of them, has their digest.
             digest, num_bytes = _write_tensors(_tensors_file(folder, rank=rank), rank, tensors)
             text = {"step": step, "rank": rank, "about": dict(about), "numbers": numbers,
                     "num_bytes": num_bytes, "sha256": digest}  # fmt: skip
+            # The JSON has a digest of itself, too: a bit that flips in a number is found.
             data = json.dumps({**text, "own_sha256": _digest_of(text)}).encode()
             write_whole(_json_file(folder, rank=rank), rank=rank, pieces=[data])
+        # Also at Ctrl+C: no half of a shard is left.
         except BaseException:
             _delete_part(folder, rank=rank)
             raise
@@ -89,6 +94,7 @@ class CheckpointFolder(CheckpointSteps):
         path = _tensors_file(self.step_dir(step), rank=rank)
         try:
             with open(path, "rb") as file:
+                # The size first, as it is quicker to say and tells what was cut off.
                 num_bytes = file.seek(0, os.SEEK_END)
                 file.seek(0)
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -114,6 +120,7 @@ class CheckpointFolder(CheckpointSteps):
         facts: written by rank 0; others may share its folder, so they never replace what is there.
         """
         path = self.step_dir(step) / AGREED_FILE
+        # Only rank 0 has facts; the mark of the others is that the file is there.
         if rank == 0:
             write_whole(path, rank=rank, pieces=[json.dumps(dict(facts)).encode()])
         else:
@@ -127,6 +134,7 @@ class CheckpointFolder(CheckpointSteps):
     def prune(self, rank: int, keep: int, places: object = None) -> None:
         """Delete this rank's shards of all steps before the newest `keep` that are agreed, and
         those of ranks that stood in other places: nobody else will."""
+        # Kept are agreed steps: a later one that is not may never be.
         kept = self.agreed_steps()[:keep]
         for step in self.steps():
             if kept and step < kept[-1]:
@@ -145,6 +153,7 @@ class CheckpointFolder(CheckpointSteps):
 
         What all ranks have agreed on stays, whoever calls it lost.
         """
+        # Another cloud may still begin with it.
         if self.is_agreed(step):
             return False
         self.delete(step, rank=rank)
@@ -160,6 +169,7 @@ class CheckpointFolder(CheckpointSteps):
         Raises ConfigError, and deletes nothing, if there are such shards and roll_back is False.
         """
         later = [number for number in self.steps() if number > step]
+        # Ranks that have a shard here, not any machine: AGREED alone is nothing to lose.
         agreed = [number for number in later if self.is_agreed(number) and self.ranks(number)]
         if agreed and not roll_back:
             steps = ", ".join(map(str, reversed(agreed)))
@@ -169,15 +179,18 @@ class CheckpointFolder(CheckpointSteps):
                 "start this cloud's worker with --roll-back; else ask the other clouds what "
                 "became of theirs"
             )
+        # Step 0 is the start: there is nothing that the run would repeat after it.
         for number in later if step else ():
             self._delete_all(number, rank=rank, fact="attempt", now=attempt)
         return later if step else []
 
     def _delete_all(self, step: int, rank: int, fact: str, now: object) -> None:
         """Delete this rank's shard, and others here that were written with another fact."""
+        # First: without it the step is no checkpoint any more, whatever is left of it.
         (self.step_dir(step) / AGREED_FILE).unlink(missing_ok=True)
         for other in self.ranks(step):
             with contextlib.suppress(DataError):  # its own rank deletes it just now
+                # Compared as JSON, as tuples come back as lists.
                 if json.dumps(self.about(step, rank=other).get(fact)) != json.dumps(now):
                     self.delete(step, rank=other)
         self.delete(step, rank=rank)
@@ -192,6 +205,7 @@ class CheckpointFolder(CheckpointSteps):
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             why = f"{type(error).__name__}: {error}"
             raise DataError(f"{_name(path)} is damaged: {why}") from error
+        # Compared last: damage that breaks the JSON has said so above.
         if written != _digest_of(head):
             raise DataError(f"{_name(path)} is not what was written: its SHA-256 differs")
         return dict(head)
@@ -242,6 +256,7 @@ def _write_tensors(path: Path, rank: int, tensors: Mapping[str, Tensor]) -> tupl
             "data_offsets": [begin, end],
         }
     text = json.dumps(header).encode()
+    # Safetensors wants the tensors to begin at a multiple of 8.
     text += b" " * (-len(text) % 8)
     pieces = [len(text).to_bytes(8, "little"), text]
     return write_whole(

@@ -19,6 +19,7 @@ class ElasticCollector(StepCollector):
         """Return the totals of the next complete step, if there is one."""
         if event["event"] == "absence":
             self._note_absence(event)
+        # Complete already without the rank that reports now.
         is_late = event["event"] == "step" and event["step"] <= self._done
         return super().feed({"event": "late"} if is_late else event)
 
@@ -28,12 +29,14 @@ class ElasticCollector(StepCollector):
                 self._gone_until[rank] = math.inf
             elif event["what"] == "back" and rank in self._gone_until:
                 self._gone_until[rank] = event["step"]  # it begins with the next one
+        # A cloud that left may have been all that a step waited for.
         for step in sorted(self._reports):
             self._close(step)
 
     def _go_back(self, to_step: int) -> None:
         super()._go_back(to_step)
         self._done = min(self._done, to_step)
+        # Ranks that were gone at that step are still gone.
         self._gone_until = {rank: min(u, to_step) for rank, u in self._gone_until.items()}
 
     def _absent(self, step: int) -> set[int]:
@@ -41,5 +44,6 @@ class ElasticCollector(StepCollector):
 
     def _close(self, step: int) -> None:
         super()._close(step)
+        # Closed just now, or before.
         if self._gone_until and step not in self._reports:
             self._done = max(self._done, step)

@@ -43,6 +43,7 @@ FEED = {"taken", "skipped", "fed_bytes", "line_s"}  # of a step of a one-way job
 TENSORS = ("forward", "backward")
 TRAFFIC = (*TENSORS, "other")
 AVERAGING = "averaging"
+# The parts of a peak; each is the most that it ever was, so they may add up to more.
 MEMORY = ("peak", "gpu_peak", "program", "parameters", "gradients", "optimizer", "activations",
           "queued", "checkpoint")  # fmt: skip
 """Bytes that a rank reports of its training; gpu_peak only where there is a GPU."""
@@ -75,6 +76,7 @@ class EventReader:
         self._unfinished = b""
 
     def __iter__(self) -> Iterator[Event]:
+        # Lines are taken as they come: a log of a long run does not fit into memory.
         while self._lines or self._read():
             if (event := self._parse(self._lines.popleft())) is not None:
                 yield event
@@ -90,6 +92,7 @@ class EventReader:
                     log.warning("%s is damaged, its events are left out: %r", self._logs[0], error)
             self._offset += len(new)
             if not new:
+                # The last file grows on; an earlier one has ended.
                 if len(self._logs) == 1:
                     return False
                 del self._logs[0]
@@ -107,6 +110,7 @@ class EventReader:
             event = None
         if not isinstance(event, dict) or "event" not in event:
             if self._warn:
+                # The writer died in the middle of the line, and another one has begun a new one.
                 log.warning("skipped a line of %s that is no event: %r", self.path, line[:200])
             return None
         return event
@@ -141,6 +145,7 @@ class StepTotals:
         """reports: the "step" event of each rank."""
         spans = [(r["t"], r.get("step_s", 0.0)) for r in reports.values()]
         totals = cls(step)
+        # A rank that has just begun the run may lack its own time.
         if spans:
             totals.step_s = update_s(spans)
             totals.ended_s = max(moment(report) for report in reports.values())
@@ -166,11 +171,13 @@ class StepTotals:
         for name in ("sent", "raw", "boundaries", *(FEED & report.keys())):
             found |= {(name, part): value for part, value in report.get(name, {}).items()}
         for kind, busy_s in report.get("line_busy_s", {}).items():
+            # An emulated line that nobody used was busy for 0 s, which is no missing number.
             found["line_busy_s", kind, ("", "")] = 0.0  # where none is busy with this kind
             found |= {("line_busy_s", kind, (cloud, to)): s for to, s in busy_s.items()}
         whole = ("samples", "tokens", "learned", "sent_again")
         found |= {(name,): report.get(name, 0) for name in whole}
         add_to(self.numbers, more=found)
+        # Names that a kind of job has chosen; of several ranks the last one's counts.
         self.values.update(report.get("values", {}))
         for name in ("grad_norm", "learning_rate"):
             if report.get(name) is not None:
@@ -187,6 +194,7 @@ def _mean_loss(reports: Iterable[Event]) -> float | None:
             continue
         loss = float(report["loss"])
         learned = float(report.get("learned", 0))
+        # Weighted step by step, so that no list of reports has to be kept.
         if mean is not None and weight + learned:
             loss = (mean * weight + loss * learned) / (weight + learned)
         mean = loss
@@ -207,6 +215,7 @@ class Columns:
         row = {("step_s",): totals.step_s, ("ended_s",): totals.ended_s, ("loss",): loss}
         row["learning_rate",] = totals.learning_rate or 0.0
         row |= totals.numbers
+        # A key that appears late has 0 for the steps before it.
         for key in row:
             self._columns.setdefault(key, array("d", bytes(8 * len(self.step))))
         for key, column in self._columns.items():
@@ -259,6 +268,8 @@ class StepCollector:
 
     def feed(self, event: Event) -> StepTotals | None:
         if event["event"] == "resume":
+            # Steps of an attempt that was interrupted are never completed by the ranks that are
+            # gone.
             self._go_back(event["step"])
         if event["event"] == "step":
             self._reports.setdefault(event["step"], {})[event["rank"]] = event
@@ -269,6 +280,8 @@ class StepCollector:
 
     def _go_back(self, to_step: int) -> None:
         for step in sorted(self._reports):
+            # Up to the step of the checkpoint all ranks had trained; whoever was lost had no time
+            # to tell.
             if step <= to_step:  # of a rank that was lost before it could report
                 self._complete.append(StepTotals.of(step, self._reports[step]))
         self._reports.clear()
@@ -278,6 +291,7 @@ class StepCollector:
         return set()
 
     def _close(self, step: int) -> None:
+        # Ranks that are not waited for may have reported all the same.
         if len(self._reports[step].keys() | self._absent(step)) < self.num_ranks:
             return
         self._complete.append(StepTotals.of(step, self._reports.pop(step)))
@@ -297,11 +311,13 @@ def update_s(spans: Iterable[tuple[float, float]]) -> float:
     """
     spans = list(spans)
     last_s = max(ended_s for ended_s, _ in spans)
+    # For each rank: what is left behind its own beginning until the last one has ended.
     return min(own_s + (last_s - ended_s) for ended_s, own_s in spans)
 
 
 def _steady_s() -> float:
     """Return a clock that nobody sets, and that counts while the machine sleeps where it can."""
+    # Counts through a machine's sleep, during which a monotonic clock may stand still.
     if hasattr(time, "CLOCK_BOOTTIME"):
         return time.clock_gettime(time.CLOCK_BOOTTIME)
     return time.monotonic()

@@ -31,6 +31,7 @@ CHUNK_BYTES = 8 << 20
 def note_trackable(run_dir: Path, **may: bool) -> None:
     """Write which files of samples a tracker may have. Called before they are written, by the rank
     that writes them: it alone knows what is in them."""
+    # Called by two writers, each with its own names.
     known = read_json(run_dir / TRACKABLE_FILE)
     replace_text(run_dir / TRACKABLE_FILE, text=json.dumps({**known, **may}))
 
@@ -70,6 +71,8 @@ def state_file(run_dir: Path, rank: int) -> Path:
 
 def note_attempt(run_dir: Path, restarts_left: int) -> None:
     """Note, for the launcher, that it begins to start all ranks."""
+    # A full disk must not end a run: whoever looks at the folder then knows nothing of its
+    # launcher.
     with contextlib.suppress(OSError):  # a full disk must not end a run
         facts = {
             "pid": os.getpid(), "host": socket.gethostname(), "started": time.time(),
@@ -85,6 +88,7 @@ def forget_launcher(run_dir: Path) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object that one of these files holds; empty if it is missing or holds none."""
+    # Whoever reads may look while a writer is at work, or long after the run.
     try:
         with open(path, encoding="utf-8", opener=no_link) as file:
             found = parsed_json(file.read())
@@ -96,6 +100,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def no_link(path: str, flags: int) -> int:
     """Open a file as `open` does, whose opener this is, but never through a symbolic link: in a
     folder from elsewhere it would lead to a file that is none of the run's."""
+    # The mode is what `open` itself gives, less the umask.
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
@@ -127,6 +132,7 @@ class CheckpointSteps:
 def numbers(folder: Path, pattern: str) -> list[int]:
     """Return the numbers in the names of what is in a folder, which may not exist."""
     try:
+        # A folder that does not exist, or goes while ranks delete checkpoints.
         names = os.listdir(folder)
     except OSError:
         return []
@@ -137,6 +143,7 @@ def event_logs(path: Path) -> list[Path]:
     """Return the files of an event log, in order: what release 0.2.0 cut off every 8 MB
     (events.0001.jsonl.gz, or without .gz if it was killed meanwhile), then the log itself."""
     earlier = sorted(path.parent.glob(f"{path.stem}.[0-9]*"), reverse=True)
+    # A log that was being packed when its writer died is there twice: the plain one is whole.
     one_each = {file.name.removesuffix(".gz"): file for file in earlier}  # the plain one
     return [*(one_each[name] for name in sorted(one_each)), path]
 
@@ -146,6 +153,7 @@ def read(log: Path, offset: int) -> bytes:
     DAMAGED."""
     try:
         with open(log, "rb", opener=no_link) as file:
+            # A packed log is read from its beginning up to the offset each time.
             opened = gzip.GzipFile(fileobj=file) if log.suffix == ".gz" else file
             opened.seek(offset)
             return opened.read(CHUNK_BYTES)
@@ -154,6 +162,7 @@ def read(log: Path, offset: int) -> bytes:
 
 
 def replace_text(path: Path, text: str) -> None:
+    # A reader sees the old text or the new one, never half of it.
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         draft.write_text(text, encoding="utf-8")

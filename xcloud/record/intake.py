@@ -51,6 +51,7 @@ def _printable(text: str) -> str:
     return text
 
 
+# Finite, and below what sums of a long run could overflow with.
 Number = Annotated[float, Field(ge=0, lt=1e18)]  # seconds, bytes: finite
 Figure = Annotated[float, Field(gt=-1e18, lt=1e18)]
 Whole = Annotated[int, Field(ge=0, lt=1 << 53)]
@@ -64,6 +65,7 @@ def _by_name(values: Any) -> Any:
 
 def _rows(*columns: Any) -> Any:
     """JSON has lists for tuples."""
+    # JSON has lists for tuples, which strict checks would refuse.
     return list[Annotated[tuple[columns], Strict(False)]]  # type: ignore[valid-type]
 
 
@@ -105,10 +107,12 @@ def _kind(name: str, line: str) -> type[BaseModel]:
     """line: "needed:type … | optional:type …". What every event has is set by the receiver, and
     not looked at."""
     needs, _, may = line.partition("|")
+    # Set by the receiver, whatever the sender says.
     fields: dict[str, Any] = {field: (Any, None) for field in HEAD}
     for part, default in ((needs, ...), (may, None)):
         for field, kind in (each.split(":") for each in part.split()):
             fields[field] = _TYPES[kind], default
+    # strict: "1" is no number. forbid: a field that nobody reads fills the log.
     return create_model(name, __config__=ConfigDict(strict=True, extra="forbid"), **fields)
 
 
@@ -119,6 +123,7 @@ def kinds_of(figures: Iterable[FeatureFigure]) -> Kinds:
     """Return what other ranks may report in a run with these figures, by the name of the event."""
     table = dict(_TABLE)
     for figure in figures:
+        # Features add kinds of their own, as they report what the core does not know.
         table |= figure.reported
     return {name: _kind(name, line) for name, line in table.items()}
 
@@ -135,10 +140,12 @@ def check(event: Event, max_steps: int, kinds: Kinds) -> None:
     try:
         kinds[name].model_validate(event)
     except ValidationError as error:
+        # Only the first thing that is wrong, cut to a length that fits into a log.
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
         what = f"{where!r:.60} = {first['input']!r:.60}"
         raise Refused(f"{name} with {what}: {first['msg']}") from None
+    # An update that was skipped may lie beyond the last one.
     if name != "skipped_update" and event.get("step", 0) > max_steps:
         raise Refused(f"{name} of step {event['step']}, beyond the last one ({max_steps})")
 
@@ -197,17 +204,20 @@ class ReportIntake:
             raise FrameError(f"a report of rank {peer} must be one vector of bytes")
         data = frame.parts[0].numpy().tobytes()
         accepted = b""
+        # First the rate, then the sum: a burst is no reason to refuse all that follows.
         if not self._has_room(peer, num_bytes=len(data)):
             return self._refuse(peer, why=f"more than {BYTES_PER_S:,} bytes a second")
         most = BYTES_IN_ALL + BYTES_A_STEP * self._max_steps
         if self._num_bytes[peer] + len(data) > most:
             return self._refuse(peer, why=f"more than {most:,} bytes in all")
         self._num_bytes[peer] += len(data)
+        # Several lines may come in one frame.
         for line in filter(bytes.strip, data.split(b"\n")):
             try:
                 accepted += self._checked(peer, line=line)
             except Refused as why:
                 self._refuse(peer, why=str(why))
+            # Deep nesting ends in a RecursionError.
             except (ValueError, RecursionError):  # of what it quotes, too
                 self._refuse(peer, why="no JSON")
         if accepted:
@@ -219,6 +229,7 @@ class ReportIntake:
 
     def _has_room(self, peer: int, num_bytes: int) -> bool:
         now_s = self._clock()
+        # A bucket that fills with time and holds BURST_BYTES.
         room, since_s = self._room.get(peer, (BURST_BYTES, now_s))
         room = min(BURST_BYTES, room + BYTES_PER_S * (now_s - since_s)) - num_bytes
         if room < 0:
@@ -235,13 +246,16 @@ class ReportIntake:
         kind = event["event"]
         arrived_s = round(now_s(), 3)
         at_s = event.get("t")
+        # The loss is what all clouds go by, so only ranks that know it may say it.
         has_loss = kind == "step" and (event.get("learned") or event.keys() & {*SCORED})
         for name in (kind, "loss") if has_loss else (kind,):
             if peer not in self._may_report.get(name, {peer}):
                 raise Refused(f"rank {peer} may not report the {name} of this run")
         if kind == "step":
             self._check_names(event)
+        # A clock that is far off would move the whole run in every picture.
         is_near = isinstance(at_s, float) and abs(at_s - arrived_s) < CLOCKS_DIFFER_S
+        # Whose report it is follows from the link, not from what it says.
         event |= {"rank": peer, "cloud": self._cloud_of(peer), "t": at_s if is_near else arrived_s}
         event["arrived"] = arrived_s
         return json.dumps(event, separators=(",", ":")).encode() + b"\n"
@@ -252,6 +266,7 @@ class ReportIntake:
         fields: list[tuple[str, Iterable[str]]] = [("line_busy_s", busy)]
         fields += [("line_busy_s", of_kind) for of_kind in busy.values()]
         fields += [(field, step.get(field) or ()) for field in _BY_NAME_OF_JOB]
+        # Each name is a column in every process that follows the run.
         fields.append(("boundaries", step.get("boundaries") or ()))
         for field, names in fields:
             allowed = self._boundaries if field == "boundaries" else self._names
@@ -259,6 +274,7 @@ class ReportIntake:
                 if name not in allowed:
                     raise Refused(f"step with {field}.{name!r:.60}, which is no name of this job")
         with self._lock:
+            # Counted over all ranks: together they may fill the memory, too.
             chosen = self._chosen | (step.get("values") or {}).keys()
             if len(chosen) > MAX_NAMES:
                 raise Refused(f"steps with values of more than {MAX_NAMES} names")
@@ -271,6 +287,7 @@ class ReportIntake:
         if num == 1:
             text = f"refused a report of rank {peer} (cloud {self._cloud_of(peer)}): {why}; "
             self._report("note", text=f"{text}further ones are counted in summary.json")
+        # 1, 2, 4, 8, …: a rank that floods reports does not flood the log.
         if not num & (num - 1):  # the more there are, the less often
             self._report("refused_reports", sender=peer, num=num, reason=why)
 

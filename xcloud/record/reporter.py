@@ -29,6 +29,7 @@ from xcloud.record import files
 from xcloud.record.events import LOST_LINES_FILE, now_s
 from xcloud.record.files import replace_text, state_file
 
+# Often enough for who watches, and few enough messages on a slow line.
 FLUSH_EVERY_S = 1.0
 WRITE_EVERY_S = 1.0
 FINISH_WITHIN_S = 10.0  # what waits, at the end of a run
@@ -54,6 +55,7 @@ class EventFile:
     def __init__(self, path: Path) -> None:
         self._lock = threading.Lock()
         self._path = path
+        # Unbuffered: what is written is in the file even if the process is killed.
         self._file = open(path, "ab", buffering=0, opener=files.no_link)
         self._is_torn = _ends_inside_a_line(path)
         self.lost: LostLines | None = None
@@ -64,10 +66,12 @@ class EventFile:
         self._is_closing = False
         self._writer = threading.Thread(target=self._write_waiting, name="events", daemon=True)
         self._writer.start()
+        # A count of an earlier attempt is none of this one.
         path.with_name(LOST_LINES_FILE).unlink(missing_ok=True)  # of an earlier run here
 
     def append(self, lines: bytes) -> None:
         """Append lines behind all that were given before."""
+        # What other ranks reported earlier stands before what is reported now.
         self.flush(within_s=None)
         self._append(lines)
 
@@ -78,13 +82,17 @@ class EventFile:
             data = b"\n" + lines if self._is_torn else lines
             num_written = 0
             try:
+                # A write to a full disk may take a part of the data and say no error.
                 while num_written < len(data):
                     num_new = self._file.write(data[num_written:])  # may be partial
                     if not num_new:
                         raise OSError("nothing could be written")
                     num_written += num_new
             except (OSError, ValueError) as error:  # ValueError: closed, at the end of a rank
+                # The first error is told, the rest is counted.
                 self.lost = self.lost or LostLines(log_file=self._path, error=error)
+                # From the beginning of the line that was cut off: what stands before it is in the
+                # file.
                 self.lost.add(data[data.rfind(b"\n", 0, num_written) + 1 :])
             if num_written:
                 self._is_torn = data[num_written - 1 : num_written] != b"\n"
@@ -92,6 +100,7 @@ class EventFile:
     def append_later(self, lines: bytes) -> None:
         """Have lines appended in another thread. Never blocks."""
         with self._changed:
+            # Never waits: the thread that calls brings a rank's heartbeats.
             if self._waiting_bytes + len(lines) > MAX_WAITING_BYTES or self._is_closing:
                 self._crowded_out.append(_in_short(lines))
                 return
@@ -110,16 +119,20 @@ class EventFile:
     def _write_waiting(self) -> None:
         while True:
             with self._changed:
+                # `append` is not held up meanwhile: the lock of the file is taken only to write.
                 self._changed.wait_for(lambda: self._waiting or self._is_closing)
                 if not self._waiting:
                     return
                 lines = self._waiting.popleft()
             self._append(lines)
             with self._changed:
+                # Counted until they are written, so that `flush` waits for them, too.
                 self._waiting_bytes -= len(lines)
                 self._changed.notify_all()
 
     def _count_crowded_out(self) -> None:
+        # Lines were crowded out while the lock of the file may have been held, so they are counted
+        # when it is.
         with self._changed:
             crowded_out, self._crowded_out = self._crowded_out, []
         for lines in crowded_out:
@@ -129,6 +142,7 @@ class EventFile:
 
     def close(self) -> None:
         """Close the file and record what was lost, if anything."""
+        # A disk that stands still ends here after FINISH_WITHIN_S: what waits is lost and counted.
         self.flush()
         with self._changed:
             self._is_closing = True
@@ -145,6 +159,7 @@ class EventFile:
 def _in_short(lines: bytes) -> bytes:
     """Return lines that are lost with what LostLines counts of them: how many they are, and which
     of them end a rank."""
+    # Only what LostLines looks at is kept: a rank that ends.
     kept = [line if b'"event":"finish"' in line else b"-" for line in lines.split(b"\n") if line]
     return b"\n".join(kept)
 
@@ -153,6 +168,7 @@ def _ends_inside_a_line(path: Path) -> bool:
     """An earlier attempt at the run was killed while it wrote."""
     with open(path, "rb") as file:
         end = file.seek(0, os.SEEK_END)
+        # A file that ends without a line feed.
         return end > 0 and (file.seek(end - 1), file.read(1))[1] != b"\n"
 
 
@@ -172,6 +188,7 @@ class LostLines:
         for line in filter(None, data.split(b"\n")):
             self.num += 1
             if b'"event":"finish"' in line:
+                # Cut off in the middle, so that its rank is unknown.
                 with contextlib.suppress(ValueError, LookupError, TypeError):  # half a line
                     self._finished_ranks.append(int(parsed_json(line)["rank"]))
 
@@ -206,6 +223,7 @@ class RankState:
         self._facts: dict[str, Any] = {"torchrun": torchrun}
         self.may_leave = False  # the run can do without this rank, which may come back
         self.listener: Callable[[str, Mapping[str, Any]], object] = lambda event, fields: None
+        # Entered before the thread starts, so that the first file has a phase.
         self.enter("joining the others")
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name="state", daemon=True)
@@ -227,6 +245,8 @@ class RankState:
         """ending: how the rank has ended."""
         self.enter(ending)
         self._closing.set()
+        # The last state is written by the thread; a disk that stands still does not hold up the
+        # end.
         self._thread.join(WRITE_EVERY_S)
 
     def _work(self) -> None:
@@ -240,6 +260,7 @@ class RankState:
     def _write(self) -> None:
         waits = [
             {"rank": peer, "message": str(key), "since": time.time() - seconds}
+            # A copy: ranks come and go while this thread looks.
             for peer, record in list(self.peers.items())
             if (awaited := record.awaited) is not None
             for key, seconds in [awaited]
@@ -250,6 +271,7 @@ class RankState:
             "written": time.time(), "ended": self._closing.is_set(), **self._facts,
             "may_leave": self.may_leave, "waits_for": waits,
             "lines_down": self.lines(),
+            # JSON has no infinity: a peer that was never heard has no silence.
             "silent_s": {peer: s for peer, s in heard.items() if s < float("inf")},
         }  # fmt: skip
         replace_text(self._path, text=json.dumps(facts))
@@ -289,7 +311,9 @@ class Reporter:
             "cloud": self._cloud,
             "t": round(now_s(), 6),
         }
+        # For the audit, which names the fields of each kind of event that left.
         self.contents.setdefault(event, set()).update(head, fields)
+        # The rank's own state file may name paths: it stays on this machine.
         if self.state is not None:
             self.state.on_event(event, fields=fields)
         if self._is_abroad:
@@ -297,6 +321,7 @@ class Reporter:
         self._pending.append(
             json.dumps({**head, **fields}, separators=(",", ":")).encode() + b"\n"
         )
+        # Many events are one message, so that a slow line is not full of headers.
         if now or time.monotonic() - self._flushed_at_s > FLUSH_EVERY_S:
             self.flush()
 
@@ -311,6 +336,7 @@ class Reporter:
     def remark(self, text: str) -> None:
         """Note a remark on this cloud's own files and texts, such as how a network was made of
         them. It is not sent to another owner's cloud."""
+        # Shown to this cloud's owner alone.
         if self._is_abroad:
             say(f"rank {self._rank}: {text}")
         else:
@@ -328,6 +354,7 @@ class Reporter:
     def flush(self) -> None:
         chunk = b""
         for line in self._pending:
+            # Whole lines, in chunks that a message can carry.
             if chunk and len(chunk) + len(line) > _MAX_CHUNK_BYTES:
                 self._sink(chunk)
                 chunk = b""

@@ -51,6 +51,7 @@ class RunRecord:
     @cached_property
     def rows(self) -> Sequence[Row]:
         """The lines of the closing table: label, value, remark."""
+        # In the order in which a reader asks: how good, how long, how much, how fast.
         makers = (_quality_rows, _time_rows, _traffic_rows, *(one.rows for one in self.figures))
         return [row for make in (*makers, _speed_rows) for row in make(self.summary)]
 
@@ -59,8 +60,10 @@ class RunRecord:
         """The numbers that a table of runs compares."""
         found = _main_metrics(self.summary)
         for figure in self.figures:
+            # Features may have figures of the same names, which count before those of parts.
             found |= dict(figure.metrics(self.summary))
         found |= _metrics_of_parts(self.summary)
+        # A number that was not measured has no row.
         return {name: float(value) for name, value in found.items() if value is not None}
 
     @property
@@ -91,8 +94,10 @@ def _main_metrics(summary: Mapping[str, Any]) -> dict[str, float | None]:
     step_time_s = summary.get("step_time_s", {})
     ratio = summary.get("compression_ratio", {})
     per_token = dict(summary.get("bytes_per_token") or {})
+    # Boundaries are told apart by a name, so they are taken out before the rest is.
     at_boundaries = per_token.pop("boundaries", {})
     of_resumed = ("num_resumes", "num_steps_done_twice", "goodput")
+    # Numbers of restarts in every row would say 0 almost everywhere.
     names = AS_THEY_ARE + (of_resumed if summary.get("num_resumes") else ())
     return {
         **summary.get("quality", {}),
@@ -106,6 +111,7 @@ def _main_metrics(summary: Mapping[str, Any]) -> dict[str, float | None]:
         **{f"bytes_per_token_{kind}": value for kind, value in per_token.items()},
         **{f"bytes_per_token_boundary_{n}": value for n, value in at_boundaries.items()},
         **{name: summary.get(name) for name in names},
+        # None and not 0: most runs skip no update, and the column is then left out.
         "num_skipped_updates": summary.get("num_skipped_updates") or None,
     }
 
@@ -134,6 +140,7 @@ def _speed_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
 def _quality_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
     """Scores and loss; what did not arrive, or did not count."""
     errors, before = (summary.get(key, {}) for key in ("quality_error", "quality_before"))
+    # A run that was stopped is scored at its last step.
     at_step = f" at step {summary.get('quality_at_step')}" * ("quality_at_step" in summary)
     for name, value in summary["quality"].items():
         remark = f"test set{at_step}"
@@ -159,6 +166,7 @@ def _time_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
         remark = f"times and rates leave out {first}"
     yield "step time, median", human_seconds(median_s), remark
     if (predicted_s := summary.get("predicted_step_time_s")) is not None:
+        # How far the plan was off.
         remark = f"{100 * (predicted_s / median_s - 1):+.0f} % of the median" if median_s else ""
         if epochs := summary.get("predicted_over_epochs"):  # the median is of either kind of step
             remark = f"on average: {epochs_text(epochs)}"
@@ -169,11 +177,13 @@ def _time_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
 def _traffic_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
     sent = summary["wan_bytes_per_step"]
     use = summary.get("link_utilisation") or {}
+    # With replicas the ranks wait for averages in another span.
     remark = ", without the waits of averaging" * ("averaging" in sent)
     if summary["bubble_ratio"] != 0:
         bubble = human_number(summary["bubble_ratio"], form=".3f")
         yield "bubble ratio", bubble, f"waiting / computing{remark}"
     for kind, num_bytes in sent.items():
+        # Other kinds, and those of which nothing crossed, say nothing on a line of their own.
         if kind != "other" and num_bytes != 0:
             busy = use.get(kind)
             remark = f"link {human_percent(busy)} used" if busy is not None else ""

@@ -69,6 +69,7 @@ class RunStatistics:
         prices: Mapping[str, RankPrice] | None = None,
     ) -> None:
         self.collector = StepCollector(steps) if isinstance(steps, int) else steps
+        # Reports that were refused are counted whatever the job is.
         self._figures = (*figures, REFUSED_REPORTS)
         self._kept = dict(KEPT)
         for figure in self._figures:
@@ -95,9 +96,11 @@ class RunStatistics:
         """Take in an event. Return the totals of a step if this completes it, else None."""
         kind = event["event"]
         self._usage.feed(event)
+        # A moment that no calendar has is no time at all.
         if event.get("t") is not None and abs(at_s := moment(event)) < MAX_TIME_S:
             # A report may have arrived after the moment that rank 0 gives what it notes next.
             at_s = max(at_s, self._last_event_at_s or at_s)
+            # Another attempt begins with loading; what lies before it is no time of the run.
             if kind == "phase" and event.get("name") == "loading" and event["rank"] == 0:
                 self._pause_s += at_s - (self._last_event_at_s or at_s)  # since another attempt
             if self._started_at_s is None:
@@ -107,8 +110,10 @@ class RunStatistics:
             self._go_back(int(event["step"]))
         elif kind in self._kept:
             if kind == "quality":
+                # A score may be null, and whatever is no number raises.
                 scores = {key: _numbers(event.get(key) or {}) for key in ("values", "errors")}
                 event = {**event, **scores}
+            # Only a step tells what a resume makes invalid.
             if self._kept[kind] and not isinstance(event["step"], int):
                 raise TypeError(f"{kind} of step {event['step']!r:.60}")
             self._events.append(event)
@@ -125,6 +130,7 @@ class RunStatistics:
         return RunRecord(summary, figures, steps=self.steps, events=self._events)
 
     def _go_back(self, step: int) -> None:
+        # Steps that some ranks had reported are repeated as well.
         again = self.steps.drop_after(step) | {s for s in self.collector.open_steps if s > step}
         self._events = [
             event
@@ -132,7 +138,9 @@ class RunStatistics:
             if event["event"] not in OF_AN_ATTEMPT
             and (not self._kept[event["event"]] or event["step"] <= step)
         ]
+        # What was lost lies between the last step that counts and now.
         until_s = max(self.steps["ended_s"], default=self._started_at_s or 0.0)
+        # Two resumes from the same step: the time between lies in the later one.
         for earlier in self.resumes:
             if earlier["step"] >= step:  # its lost time lies within that of this one
                 earlier["lost_s"] = 0.0
@@ -173,6 +181,7 @@ class RunStatistics:
 
     def _of_steps(self) -> Summary:
         steps = self.steps
+        # The first steps are slower: memory is allocated, links find their rate.
         first = num_warmup_steps(self.num_steps)
         seconds = {kind: self.seconds(kind, first) for kind in TIMES}
         ranks = steps.sums("num_ranks", first=first)
@@ -181,6 +190,7 @@ class RunStatistics:
             kind: {cloud: value / ranks[cloud] for cloud, value in parts.items()}
             for kind, parts in seconds.items()
         }
+        # Sorted for the median and the 90th percentile.
         step_s = sorted(steps["step_s"][first:])
         samples, tokens, learned = (
             steps.sum(name, first=first) for name in ("samples", "tokens", "learned")
@@ -190,9 +200,11 @@ class RunStatistics:
             "final_loss": losses[-1] if losses else None,
             "step_time_s": {
                 "median": statistics.median(step_s) if step_s else None,
+                # The smallest step that 90 % are not above.
                 "p90": step_s[-(-9 * len(step_s) // 10) - 1] if step_s else None,
             },
             **means,
+            # Waiting by computing, of all ranks together.
             "bubble_ratio": ratio(total_s["waiting_s"], below=total_s["compute_s"]),
             **self._traffic(sum(step_s), first=first),
             "samples_per_s": ratio(samples or None, below=sum(step_s)),
@@ -212,9 +224,11 @@ class RunStatistics:
         sent = self.steps.sums("sent")
         raw = self.steps.sums("raw")
         per_step: dict[str, int | None] = dict.fromkeys([*TRAFFIC, *sent])
+        # Before the first step nothing has crossed, which is not the same as 0 bytes.
         if self.num_steps:
             per_step = {kind: round(sent.get(kind, 0) / self.num_steps) for kind in per_step}
         kinds = list(dict.fromkeys([*TENSORS, *raw]))
+        # A ratio counts only kinds that carry tensors: others have no FP32 to compare with.
         carried = [kind for kind in kinds if raw.get(kind)]
         total_raw, total_sent = (sum(b.get(k, 0) for k in carried) for b in (raw, sent))
         lines = {kind: self.steps.sums("line_busy_s", kind, first=first) for kind in kinds}
@@ -224,6 +238,7 @@ class RunStatistics:
         }
         per_token["total"] = ratio(sum(sent.get(kind, 0) for kind in kinds) or None, below=tokens)
         boundaries = self.steps.sums("boundaries")
+        # One boundary alone is the total already.
         if len({name.partition(" ")[0] for name in boundaries}) > 1:
             per_token["boundaries"] = {
                 name: ratio(boundaries[name], below=tokens)
@@ -238,6 +253,7 @@ class RunStatistics:
                 "total": ratio(total_raw or None, below=total_sent),
             },
             "link_utilisation": {
+                # The busiest line bounds the step.
                 kind: ratio(max(busy_s.values(), default=None), below=timed_s)
                 for kind, busy_s in lines.items()
             },
@@ -252,6 +268,7 @@ class RunStatistics:
         return {
             "num_resumes": len(self.resumes),
             "num_steps_done_twice": sum(one["steps_again"] for one in self.resumes),
+            # The share of the time that led to steps that count.
             "goodput": 1 - lost_s / elapsed_s if elapsed_s else None,
             "started_at": started and started.isoformat(timespec="seconds"),
             "wall_s": elapsed_s - self._pause_s if until_s else None,
@@ -263,6 +280,7 @@ class RunStatistics:
         kept = ["cloud", "rank", *MEMORY]
         summary = {
             **self._quality(),
+            # A rank that restarted has reported twice: the last one counts.
             "memory": [
                 {name: memory[rank][name] for name in sorted(kept) if name in memory[rank]}
                 | other_memory(memory[rank])
@@ -272,12 +290,15 @@ class RunStatistics:
             "num_cut": self._num_cut(),
             "lost_files": [*(str(e["name"]) for e in self.events("lost_file")), *self.lost_files],
         }
+        # The last attempt's data.
         for event in self.events("data")[-1:]:
             summary["data"] = body(event)
         for figure in self._figures:
             found = self.events(*figure.kinds)
+            # A feature that reported nothing says so, where it was used.
             summary |= figure.in_summary(found) if found else figure.otherwise
         if (steps := summary.get("steps_to_target")) is not None:
+            # Timed as the makers of Protocol NanoGPT do, so that rows of the board compare.
             steady_s = steady_step_s(self.steps["step_s"][num_warmup_steps(self.num_steps) :])
             summary["steady_step_s"] = steady_s
             summary["time_to_target_s"] = None if steady_s is None else steps * steady_s
@@ -291,10 +312,12 @@ class RunStatistics:
         return found
 
     def _quality(self) -> Summary:
+        # Step 0 is scored before training.
         latest = {event["split"] if event["step"] else "before": event
                   for event in self.events("quality")}  # fmt: skip
         scores, errors = ({split: event[key] for split, event in latest.items()}
                           for key in ("values", "errors"))  # fmt: skip
+        # A run that was stopped is scored at its last step, which is no news.
         test = latest.get("test", {"step": self.num_steps})
         at_step = {"quality_at_step": test["step"]} if test["step"] < self.num_steps else {}
         return {
@@ -324,6 +347,7 @@ def read_run(path: Path) -> RunStatistics:
     has before its first event. Producers of one-way jobs report no steps and are not waited for.
     """
     steps = (event for event in EventReader(path=path, warn=False) if event["event"] == "step")
+    # No collector is needed to count the ranks: their steps have numbers.
     num_ranks = 1 + max((event["rank"] for event in steps), default=0)
     run = RunStatistics(ElasticCollector(num_ranks))
     feed_log(run, events=EventReader(path=path, warn=False))
@@ -337,12 +361,14 @@ def other_memory(rank: Event) -> dict[str, int]:
     peak = rank.get("gpu_peak" if on_gpu else "peak")
     if peak is None:
         return {}
+    # On a GPU the program's own memory lies elsewhere.
     elsewhere = {"peak", "gpu_peak", *(["program", "checkpoint"] if on_gpu else [])}
     explained = sum(rank.get(name, 0) for name in MEMORY if name not in elsewhere)
     return {OTHER_MEMORY: max(0, peak - explained)}
 
 
 def num_warmup_steps(num_steps: int) -> int:
+    # A tenth at most, so that short runs keep most of their steps.
     return min(MAX_WARMUP_STEPS, num_steps // 10)
 
 
@@ -359,6 +385,7 @@ def steady_step_s(step_s: Sequence[float]) -> float | None:
         means = [
             statistics.fmean(several[n : n + STEADY_STEPS]) for n in range(0, whole, STEADY_STEPS)
         ]
+        # 1 %, as the runs that the board compares with are timed.
         if max(means) <= 1.01 * min(means):
             return statistics.fmean(several)
     return statistics.median(step_s) if step_s else None
@@ -377,12 +404,14 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
 
 def drop_unfinished(run_dir: Path) -> None:
     """Remove the summary of an earlier attempt, but for that of a run here that has finished."""
+    # A folder without events holds the record of another machine.
     if not (has_events(run_dir) and read_summary(run_dir).get("status") == "finished"):
         (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
 
 
 def _boundary_order(name: str) -> tuple[int, str]:
     number, _, direction = name.partition(" ")
+    # Forward before backward.
     return int(number), direction.replace("forward", "")
 
 
@@ -411,5 +440,6 @@ def main_score(summary: Mapping[str, Any]) -> float | None:
     which more is better is negative. None: the run has no score."""
     for name, value in summary.get("quality", {}).items():
         if value is not None:
+            # The first score that has a number: a diverged run may have null.
             return float(value) if name in LESS_IS_BETTER else -float(value)
     return None

@@ -129,24 +129,28 @@ def timeline_of(events: Iterable[Event]) -> Timeline | None:
     parts: dict[int, list[Event]] = {}
     for event in events:
         if event["event"] == "resume":
+            # Only the last attempt has a step of all its ranks.
             parts.clear()
         if event["event"] == "timeline":
             parts.setdefault(event["rank"], []).append(event)
     if not parts:
         return None
     heads = {rank: parts[rank][0] for rank in sorted(parts)}
+    # A rank that restarted by itself may have recorded another step.
     step = next(iter(heads.values()))["step"]
     others = {rank for rank, head in heads.items() if head["step"] != step}
     heads = {rank: head for rank, head in heads.items() if rank not in others}
     parts = {rank: parts[rank] for rank in heads}
     sent, received = _messages(parts)
     offsets = _offsets(heads, sent=sent, received=received)
+    # Its machine's clock, moved to that of the first machine.
     at = {r: one["started_us"] + offsets.shift_us[one["machine"]] for r, one in heads.items()}
     begin = {rank: at_us - min(at.values()) for rank, at_us in at.items()}
     lanes = tuple(_lane(parts[rank], begin_us=begin[rank]) for rank in heads)
     flights: dict[tuple[str, str], list[Flight]] = {}
     until_us = max(lane.until_us for lane in lanes)
     for key, message in sent.items():
+        # A message that nobody reports as received has no end to draw.
         if key[2] not in heads:  # the receiver reported nothing: the run was cut off
             continue
         flight = _flight(key, message=message, received_us=received.get(key), begin=begin)
@@ -218,6 +222,7 @@ def _offsets(
     for key in sent.keys() & received.keys():
         here = heads[key[1]]
         there = heads[key[2]]
+        # On one machine there is one clock.
         if here["machine"] != there["machine"]:
             left_us = here["started_us"] + sent[key][4]
             came_us = there["started_us"] + received[key]
@@ -229,6 +234,7 @@ def _offsets(
                     received_us=came_us,
                 )
             )
+    # The first report of each machine, whose order gives the clock that others are moved to.
     unix_us = {head["machine"]: head["unix_us"] for head in reversed(list(heads.values()))}
     first = next(iter(heads.values()))["machine"]
     return clock_offsets({first: unix_us.pop(first), **unix_us}, passages=passages)
@@ -240,6 +246,7 @@ def _flight(
     _, sender, receiver, _ = key
     kind, number, num_bytes, queued, start, end = message
     start_us = begin[sender] + start
+    # Without a receiver the message is drawn where it begins.
     came_us = begin[receiver] + received_us if received_us is not None else start_us
     # An error in the joined clocks can make a message arrive before it was sent.
     until_us = max(start_us, came_us if end is None else begin[sender] + end)
@@ -274,6 +281,7 @@ def rows_of(entries: Iterable[Timed]) -> list[list[Timed]]:
     """Return the entries in as few rows as they fit into without overlap, the lowest free one
     first. What finds no place in MAX_ROWS rows is left out: nobody could read it."""
     rows: list[list[Timed]] = []
+    # In the order in which they begin, so that each row fills without gaps.
     for entry in sorted(entries, key=lambda e: (e.from_us, e.until_us)):
         for row in rows:
             if row[-1].until_us <= entry.from_us:
@@ -293,12 +301,14 @@ def chrome_trace(timeline: Timeline, facts: Mapping[str, object]) -> dict[str, A
     arrows = itertools.count(1)
 
     def name(text: str, pid: int, **thread: int) -> None:
+        # Perfetto sorts rows by this index; without it they stand in the order of their names.
         kind, order = ("thread", thread["tid"]) if thread else ("process", pid)
         for what, value in (("name", text), ("sort_index", order)):
             row = {"ph": "M", "pid": pid, "name": f"{kind}_{what}", "args": {what: value}}
             entries.append(row | thread)
 
     def add(entry: Box | Flight, kind: str, arguments: object, **at: int) -> None:
+        # "X": a complete span, with its length.
         span = {"ts": entry.from_us, "dur": entry.until_us - entry.from_us}
         entries.append(
             {"ph": "X", **at, "name": entry.name, "cat": kind, **span, "args": arguments}
@@ -327,6 +337,7 @@ def chrome_trace(timeline: Timeline, facts: Mapping[str, object]) -> dict[str, A
             told = ("queued_us", "arrived_us", "sender", "receiver")
             arguments = {"bytes": flight.num_bytes, **{n: getattr(flight, n) for n in told}}
             add(flight, flight.kind, arguments, pid=links, tid=thread)
+            # An arrow is two events with the same number: "s" on the line, "f" at the receiver.
             same = {"name": flight.name, "cat": "message", "id": next(arrows)}
             begin = {"ph": "s", "pid": links, "tid": thread, "ts": flight.from_us}
             end = {"ph": "f", "bp": "e", "pid": to, "tid": flight.receiver}
@@ -344,6 +355,7 @@ def write_trace(path: Path, timeline: Timeline, facts: Mapping[str, object]) -> 
 
 def write_predicted(run_dir: Path, timeline: Timeline, strategy: str) -> None:
     """The step of a plan, as a trace that holds the timeline itself as well."""
+    # A trace holds no lanes, so the timeline itself stands beside it.
     flights = [[*between, some] for between, some in timeline.flights.items()]
     own = {"lanes": [asdict(lane) for lane in timeline.lanes], "flights": flights}
     write_trace(run_dir / PREDICTED_FILE, timeline, facts={"plan": strategy, "timeline": own})
@@ -356,6 +368,7 @@ def read_predicted(run_dir: Path) -> Timeline | None:
     about = parsed_json(path.read_text(encoding="utf-8"))["otherData"]
     lanes = (
         Lane(**lane | {"boxes": tuple(Box(*box) for box in lane["boxes"])})
+        # JSON has lists for tuples.
         for lane in about["timeline"]["lanes"]
     )
     flights = {
@@ -371,6 +384,7 @@ def predicted_of(run_dir: Path) -> dict[str, Any]:
     """For the summary of a run: what its plan predicted; empty for a run without one."""
     path = run_dir / PLAN_FILE
     table = parsed_json(path.read_text(encoding="utf-8")) if path.exists() else {}
+    # A plan that was only shown predicts nothing of this run.
     if not table.get("chosen"):
         return {}
     told: dict[str, Any] = {"predicted_step_time_s": table["predicted_step_time_s"]}
@@ -406,11 +420,13 @@ def clock_offsets(unix_us: Mapping[str, int], passages: Sequence[MessagePassage]
     fastest: dict[tuple[str, str], int] = {}
     for p in passages:
         pair = (p.sender, p.receiver)
+        # May be negative, as two clocks disagree: only differences of two count.
         took_us = p.received_us - p.sent_us
         fastest[pair] = min(fastest.get(pair, took_us), took_us)
     first, *others = unix_us
     shift = {first: 0}
     error: dict[str, int | None] = {first: 0}
+    # Each turn joins one machine; some may be joined over others.
     while len(shift) <= len(others):
         # Prefer messages: of all machines next to a known one, take the most accurate.
         steps = [
@@ -421,12 +437,15 @@ def clock_offsets(unix_us: Mapping[str, int], passages: Sequence[MessagePassage]
         if not steps:
             break
         half_round_trip, a, b = min(steps)
+        # Half of what both fastest messages differ by.
         shift[b] = shift[a] - round((fastest[a, b] - fastest[b, a]) / 2)
         known = error[a]
+        # Through a machine whose error is unknown nothing is known.
         if known is None:
             error[b] = None
         else:
             error[b] = known + round(half_round_trip)
+    # No messages both ways: their wall clocks have to do.
     for machine in {*others} - shift.keys():
         shift[machine], error[machine] = unix_us[machine] - unix_us[first], None
     known_us = [e for e in error.values() if e is not None]

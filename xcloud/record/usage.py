@@ -48,14 +48,19 @@ class Usage:
         if rank is None or cloud is None:
             return
         at_s = event.get("t")
+        # A clock that is far off would make years of hours.
         if at_s is not None and abs(at_s) < MAX_TIME_S:
             is_first = event["event"] == "phase" and event.get("name") == "loading"
+            # An attempt begins anew with loading: the time between two attempts is paid by nobody.
             since_s = at_s if is_first else self._last_at_s.get(rank, at_s)
             self._rank_s[cloud] += max(0.0, at_s - since_s)
+            # Events of two threads of a rank may come in the other order.
             self._last_at_s[rank] = max(at_s, since_s)
         if event["event"] == "step":
             self._egress_bytes[cloud] += sum(event.get("sent", {}).values())
+            # What a line sent once more after a cut leaves the cloud again.
             self._egress_bytes[cloud] += event.get("sent_again", 0)
+            # Producers report no steps: what they sent is told by whom they feed.
             for producer, num_bytes in event.get("fed_bytes", {}).items():
                 self._egress_bytes[producer] += num_bytes
         elif event["event"] == "sent_outside":
@@ -67,6 +72,7 @@ class Usage:
         egress_bytes = {cloud: round(self._egress_bytes[cloud]) for cloud in clouds}
         rank_hours = {cloud: self._rank_s[cloud] / HOUR_S for cloud in clouds}
         found: dict[str, Any] = {"egress_bytes": egress_bytes, "rank_hours": rank_hours}
+        # A cost of clouds without a price would be too low without a word.
         priced = [cloud for cloud in clouds if cloud in self._prices]
         if priced:
             compute = {name: self._prices[name].hour * rank_hours[name] for name in priced}

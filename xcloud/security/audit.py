@@ -109,7 +109,9 @@ def write_rank_audit(
     Warns if the file cannot be written; the joined audit then lacks this rank.
     """
     path = audit_file(run_dir, rank)
+    # From the link's own counts, taken where frames are written.
     sent = [message for record in records for message in record.described()]
+    # Reports cross only where rank 0 is in another cloud.
     crosses = any(message["kind"] == "report" for message in sent)
     audit = {
         "rank": rank,
@@ -125,6 +127,7 @@ def write_rank_audit(
         "unframed": UNFRAMED,
         "reports": _sorted(report_contents) if crosses else {},
         "attempts": [
+            # The counts of each attempt stay apart, as both ends compare them attempt by attempt.
             *_earlier_attempts(path, attempt),
             {
                 "attempt": attempt,
@@ -136,11 +139,13 @@ def write_rank_audit(
     }
     text = json.dumps(audit, indent=1)
     try:
+        # Written as a whole, as the joined audit reads it at any time.
         replace_text(path, text)  # a partial file would break the joined audit
         if sign is not None:
             signature = sign(text.encode())
             replace_text(signature_file(path), text=json.dumps(signature, indent=1))
         else:
+            # A signature of an earlier attempt is none of this file.
             signature_file(path).unlink(missing_ok=True)
     except OSError as error:
         log.warning("%s could not be written: %s", path, error)
@@ -148,6 +153,8 @@ def write_rank_audit(
 
 def _earlier_attempts(path: Path, attempt: int) -> list[dict[str, Any]]:
     """Return the counts of earlier attempts, which this rank's own files have."""
+    # A file that was set aside, then the current one, whose numbers count where both have an
+    # attempt.
     attempts = {
         one["attempt"]: one
         for file in (earlier_file(path), path)
@@ -171,6 +178,7 @@ def _counted(
             messages = record.num_messages
             sizes = record.num_bytes
             peer = record.link.receiver
+        # A copy: a link that still closes may count on.
         for kind, num in [*messages.items()]:
             if kind is not Kind.CLOSE and peer != rank:
                 both = sums.setdefault((peer, kind.name.lower()), [0, 0])
@@ -225,6 +233,7 @@ class _RankRecord(BaseModel):
 
 def bounded_bytes(path: Path, most: int) -> bytes:
     """Return what a file holds. Raises DataError for one that is too long, or no file."""
+    # Another owner's file: bounded before it is parsed.
     if not path.is_file():  # a pipe might never end
         raise DataError(f"{path} is no file")
     with path.open("rb") as file:
@@ -237,6 +246,7 @@ def bounded_bytes(path: Path, most: int) -> bytes:
 def _read_record(path: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = parsed_json(bounded_bytes(path, MAX_BYTES))
+        # Checked as a whole, then used as it is.
         _RankRecord.model_validate(found)
     except (ValidationError, ValueError) as error:
         said = " ".join(str(error).split())
@@ -253,6 +263,7 @@ def join_audit(run_dir: Path) -> dict[str, Any]:
         )
     joined: dict[str, dict[str, Any]] = {}
     reports: dict[str, set[str]] = {}
+    # Every rank says how many there are.
     missing = sorted(set(range(ranks[0]["num_ranks"])) - {rank["rank"] for rank in ranks})
     for rank in ranks:
         # What a rank sent is in its own record. For a rank without one, its receivers' stand in.
@@ -268,11 +279,13 @@ def join_audit(run_dir: Path) -> dict[str, Any]:
                 "kind": message["kind"],
             }
             # Messages that differ in sizes alone are one entry: their shapes become ranges.
+            # Shapes are merged entry by entry, so their number must be the same.
             make_up = [[p["carries"], p["dtype"], len(p["shape"])] for p in parts]
             new = {**head, "parts": parts, "num_messages": 0, "num_bytes": 0}
             entry = joined.setdefault(json.dumps([head, make_up]), new)
             for mine, other in zip(entry["parts"], parts, strict=True):
                 mine["shape"] = [*map(_span, mine["shape"], other["shape"])]
+            # Counted once: what a receiver recorded is used only of senders without a record.
             for count in ("num_messages", "num_bytes"):
                 entry[count] += message[count]
         for event, names in rank["reports"].items():
@@ -282,6 +295,7 @@ def join_audit(run_dir: Path) -> dict[str, Any]:
         "missing_ranks": missing,
         "messages": list(joined.values()),
         "reports": _sorted(reports),
+        # A run in one cloud has no words between clouds.
         "unframed": ranks[0]["unframed"] if ranks[0]["crosses_clouds"] else [],
     }
     text = json.dumps(audit, indent=1, ensure_ascii=False)
@@ -295,6 +309,7 @@ def compact(audit: Mapping[str, Any]) -> dict[str, Any]:
     for message in audit["messages"]:
         kinds = short.setdefault(f"{message['from']} -> {message['to']}", {})
         name = message["kind"]
+        # Control messages belong to no boundary.
         if message["boundary"] != "control":
             name = f"{name} {message['boundary']}"
         entry = kinds.setdefault(name, {"messages": 0, "bytes": 0, "carries": []})
@@ -322,16 +337,20 @@ def as_table(audit: Mapping[str, Any]) -> str:
 
 
 def _in_words(audit: Mapping[str, Any]) -> list[str]:
+    # A part is named by its field, and what follows the name describes it.
     parts = [(m["kind"], p["carries"].split()[0]) for m in audit["messages"] for p in m["parts"]]
     crosses = {
+        # A batch of a one-way job is token ids by its kind.
         "token ids": any(kind == "batch" or name in _TEXT for kind, name in parts),
         "labels": any(name in _LABELS for _, name in parts),
     }
     lines = [f"{what} as such: {'yes' if found else 'no'}" for what, found in crosses.items()]
     for kinds, what in _TELLING.items():
+        # Hidden states are no text, and texts can be guessed from them.
         num_bytes = sum(m["num_bytes"] for m in audit["messages"] if m["kind"] in kinds)
         if num_bytes:
             lines.append(f"{what}: {num_bytes:,} bytes, from which texts may be guessed")
+    # Only if there is something to measure.
     if len(lines) > len(crosses):
         lines.append("security/meter=attack measures how much of them can be")
     if missing := audit["missing_ranks"]:
@@ -346,6 +365,7 @@ def _sorted(contents: Mapping[str, set[str]]) -> dict[str, list[str]]:
 
 def _span(a: int | str, b: int | str) -> int | str:
     """Merge 3 and "5-7" into "3-7"."""
+    # Both may be ranges.
     ends = sorted(int(number) for size in (a, b) for number in str(size).split("-"))
     if ends[0] == ends[-1]:
         return ends[0]

@@ -45,11 +45,13 @@ class Defence(ABC):
 
         counts: None if every sample is one row.
         """
+        # A micro-batch without rows has nothing to hide, and nothing to take a maximum of.
         if not tensor.numel():
             return tensor
         if counts is None:
             counts = torch.ones(len(tensor))
         wide = counts.to(tensor.device, torch.int64)
+        # [B, longest]: true where a sample has a row.
         has_row = torch.arange(int(wide.max()), device=tensor.device) < wide[:, None]
         return self._protect(tensor, has_row, labels, chance=chance)
 
@@ -98,10 +100,14 @@ class GaussianNoise(Defence):
     def _protect(
         self, tensor: Tensor, has_row: Tensor, labels: Tensor | None, chance: np.random.Generator
     ) -> Tensor:
+        # Never zero, as a row is divided by its norm.
         norms = torch.linalg.vector_norm(tensor.flatten(1), dim=1).clamp(min=_TINY)
+        # The largest norm of the message is a value of the data, so noise by it guarantees
+        # nothing.
         clip = self.clip * (float(norms.detach().max()) if self.unit == "largest" else 1.0)
         # Not clamp: at exactly 1, where nothing is clipped, it would still pass on a gradient.
         scale = torch.where(norms > clip, clip / norms, 1.0)
+        # Noise is drawn from the sender's own generator, which no other cloud knows.
         noise = self.sigma * clip * normal(tensor, chance)
         return tensor * scale.view(-1, *[1] * (tensor.dim() - 1)) + noise
 
@@ -121,6 +127,7 @@ class MaxNorm(Defence):
     def _protect(
         self, tensor: Tensor, has_row: Tensor, labels: Tensor | None, chance: np.random.Generator
     ) -> Tensor:
+        # The sample of each row, in the rows' order.
         owner = has_row.nonzero()[:, 0]
 
         def squares_of(rows: Tensor) -> Tensor:
@@ -131,11 +138,16 @@ class MaxNorm(Defence):
         def of_rows(per_sample: Tensor) -> Tensor:
             return per_sample[owner].view(-1, *[1] * (tensor.dim() - 1))
 
+        # The factor is no part of what is learned: gradients go through the tensor alone.
         with torch.no_grad():
             squares = squares_of(tensor)
             longest = squares.max()
+            # Clamped so that samples of nearly zero give no infinite factor, also where all are
+            # zero.
             spread = (longest / squares.clamp(min=_TINY * float(longest) + 1e-45) - 1).clamp(min=0)
             factor = 1 + spread.sqrt() * normal(spread, chance)
+            # A sample of zeros has no direction to scale: it gets a random one of the largest norm
+            # below.
             factor = torch.where(squares > 0, factor, torch.ones_like(factor))
             noise = normal(tensor, chance) * of_rows(squares == 0)
             noise_scale = (longest / squares_of(noise).clamp(min=_TINY)).sqrt()
@@ -194,6 +206,7 @@ class Marvell(Defence):
                 f"{labels.flatten()[:3].tolist()}; choose another security/defences/backward "
                 "(max_norm, gaussian_noise)"
             )
+        # All rows of a sample side by side, with zeros where a sample has fewer: Marvell's vector.
         rows = tensor.detach().flatten(1).double()
         flat = rows.new_zeros(*has_row.shape, rows.shape[1])
         flat[has_row] = rows
@@ -207,6 +220,7 @@ class Marvell(Defence):
         """
         size = flat.shape[1]
         share = float(is_1.double().mean())
+        # One class has no difference to hide: the power is spread over all directions.
         if share in (0.0, 1.0):
             variance = self.power * float(flat.square().sum(1).mean()) / size
             isotropic: Tensor = normal(flat, chance) * variance**0.5
@@ -215,15 +229,19 @@ class Marvell(Defence):
         mean_1 = flat[is_1].mean(0)
         difference = mean_1 - mean_0
         gap = float(difference.square().sum())
+        # Equal means: nothing tells the classes apart.
         if gap == 0:
             return torch.zeros_like(flat)
         shape = noise_shape(
             float((flat[~is_1] - mean_0).square().mean()),
             v=float((flat[is_1] - mean_1).square().mean()),
+            # power of the paper is in units of the squared distance of the means.
             size=size, gap=gap, share=share, power=self.power * gap,
         )  # fmt: skip
+        # For each sample the variances of its own class.
         variances = flat.new_tensor([shape[:2], shape[2:]])[is_1.long()]  # [B, along and across]
         along, across = variances.unbind(1)
+        # What the direction of the difference gets beyond all others.
         one = normal(flat[:, 0], chance) * (along - across).clamp(min=0).sqrt()
         noise: Tensor = one[:, None] * difference / gap**0.5
         return noise + across.sqrt()[:, None] * normal(flat, chance)
@@ -241,6 +259,7 @@ def noise_shape(
     is a sum of monomials in A1, A2, B1, hence convex in their logarithms, and so is its minimum
     over some of them: both searches below are unimodal.
     """
+    # The paper assumes u <= v; the other case is the same with the classes exchanged.
     if u > v:
         mirrored = noise_shape(v, v=u, size=size, gap=gap, share=1 - share, power=power)
         return NoiseShape(
@@ -249,13 +268,16 @@ def noise_shape(
             along_1=mirrored.along_0,
             across_1=mirrored.across_0,
         )
+    # A class of equal gradients has no variance, and would be divided by.
     u = max(u, _TINY * gap)
     v = max(v, _TINY * gap)
 
+    # What the power leaves for noise along the difference.
     def left_along(across_0: float) -> float:
         return max(0.0, power - (1 - share) * (size - 1) * across_0)
 
     def divergence(across_0: float, along_0: float) -> float:
+        # All that class 0 leaves goes to class 1, weighed by its share.
         along_1 = max(0.0, left_along(across_0) - (1 - share) * along_0) / share
         a1 = u + along_0
         a2 = u + across_0
@@ -263,11 +285,14 @@ def noise_shape(
         return (size - 1) * (a2 / v + v / a2) + (a1 + gap) / b1 + (b1 + gap) / a1
 
     def best_along(across_0: float) -> float:
+        # All power to class 0 is the most that it can get.
         most = left_along(across_0) / (1 - share)
+        # Along is never less than across: noise across helps only from there on.
         return _lowest(
             lambda along: divergence(across_0, along), low=min(across_0, most), high=most
         )
 
+    # A2 lies in [u, v], and the power bounds it, too.
     max_across = min(v - u, power / ((1 - share) * size))
     across_0 = _lowest(lambda a: divergence(a, best_along(a)), low=0.0, high=max_across)
     along_0 = best_along(across_0)
@@ -283,6 +308,8 @@ def _lowest(function: Callable[[float], float], low: float, high: float) -> floa
     """Return the minimiser of a unimodal function; both ends are candidates."""
     from scipy.optimize import minimize_scalar
 
+    # Relative to the interval, so that precision does not depend on the scale of gradients.
     precise = {"xatol": 1e-9 * (high - low)}
     inside = minimize_scalar(function, bounds=(low, high), method="bounded", options=precise).x
+    # The search stays inside of its bounds, and the best may lie on one.
     return float(min((low, inside, high), key=function))

@@ -47,10 +47,12 @@ job.job.Launch layout.Price net.link_profile.Liveness pipeline.settings.Checkpoi
 def constructors() -> frozenset[str]:
     """Return xcloud's own constructors, which any file may call: all that conf/ names, and what
     their settings are by default."""
+    # Found in the text of the files: nothing is composed or imported to know what may be called.
     named = r"_target_: *(xcloud\.[\w.]+)"
     files = conf_dir().rglob("*.yaml")
     found = {name for file in files for name in re.findall(named, file.read_text("utf-8"))}
     found |= {f"xcloud.{name}" for name in ONLY_GIVEN.split()}
+    # Settings of features that no file names.
     return frozenset(found | {f"{kind.__module__}.{kind.__qualname__}" for kind in IN_NO_FILE})
 
 
@@ -85,8 +87,11 @@ def bound_of(key: str) -> float | None:
     """Return what a setting of a file from elsewhere may be at most, by its last name."""
     if key in MAX_SETTINGS:
         return MAX_SETTINGS[key]
+    # A seed only begins random numbers, and rates, moments and a trace of rates are large by
+    # nature.
     if key == "seed" or key.endswith(("_per_s", "_at_s")) or key == "trace":
         return None
+    # A unit at the end decides: minutes and seconds have bounds of their own.
     return MAX_SETTINGS.get(key.rpartition("_")[2] if "_" in key else "", MAX_NUMBER)
 
 
@@ -141,11 +146,13 @@ class Visibility(OfSecurity):
         """
         for what, (verb, unknown) in _WORDS.items():
             rule: Mapping[str, Sequence[str]] = getattr(self, what)
+            # Without a rule nobody is asked what it holds, which not every model can say.
             held = {cloud: held_by(cloud, what) or frozenset() for cloud in clouds if rule}
             known = frozenset[str]().union(*held.values())
             for name, holders in rule.items():
                 where = f"security.{what}.{name}"
                 only = ", ".join(holders) or "no cloud"
+                # A misspelled field would restrict nothing.
                 if name not in known:
                     raise ConfigError(f"{where}: {unknown} {', '.join(sorted(known))}")
                 for other in [holder for holder in holders if holder not in clouds]:
@@ -173,6 +180,7 @@ class Refusal:
     key: str = ""
     allow: Any = None
 
+    # What is said counts: the same refusal may come by two ways.
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Refusal) and self.said == other.said
 
@@ -229,6 +237,7 @@ class Policy:
 
     def __post_init__(self) -> None:
         for key, wanted in self.require.items():
+            # Bounds may lack one side, but not both.
             if isinstance(wanted, Mapping) and not (wanted and wanted.keys() <= {"min", "max"}):
                 raise ConfigError(
                     f"require.{key} must be a value, or bounds as {{min: 1, max: 2}}, got {wanted}"
@@ -238,6 +247,7 @@ class Policy:
     def of(cls, content: object, file: Path) -> Policy:
         """Build the policy that a file holds. Raises ConfigError."""
         known = [one.name for one in fields(cls)]
+        # An unknown key is an error: a rule that is misspelled would hold nothing.
         if not isinstance(content, Mapping) or not content.keys() <= set(known):
             raise ConfigError(f"{file} may have these keys: {', '.join(known)}; got {content!r}")
         try:
@@ -250,6 +260,7 @@ class Policy:
 
         policy_file: the file of this policy, for the message.
         """
+        # Of the bytes, before they are parsed: what nobody has read here is not looked at.
         digest = hashlib.sha256(data).hexdigest()
         if self.approved is not None and digest not in self.approved:
             raise ConfigError(
@@ -268,6 +279,7 @@ class Policy:
 
         Imports no constructor that is refused.
         """
+        # Constructors first: what they lead to is known only from those that may be imported.
         found = [*self._refused_to_build(settings), *self._refused_clouds(settings)]
         for lead in leads_of(settings, may_import=self._is_known):
             found += self._refused_lead(lead, str(run_dir.absolute()))
@@ -282,17 +294,21 @@ class Policy:
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """Return these settings with a file of the run folder, which is not there, in place of
         each file and name of the hub that is refused; and what stood there, by dotted name."""
+        # The caller's settings are still to be shown as they are.
         changed = copy.deepcopy(dict(settings))
         replaced: dict[str, str] = {}
         folder = run_dir.absolute()
         for lead in leads_of(settings, may_import=self._is_known):
+            # A command has no place that could stand for it, and an address none that is harmless.
             is_place = lead.to not in ("command", "address", "line")
             if not is_place or not any(self._refused_lead(lead, str(folder))):
                 continue
+            # Dotted names with [index] for entries of lists.
             *path, last = re.findall(r"[^.\[\]]+", lead.where)
             node: Any = changed
             for part in path:
                 node = node[int(part)] if isinstance(node, list) else node[part]
+            # A file in the run folder is allowed to every job, and there is none of this name.
             missing = str(folder / "refused")
             node[last] = [missing] if isinstance(node.get(last), list) else missing
             replaced[lead.where] = lead.value
@@ -300,9 +316,11 @@ class Policy:
 
     def refuse(self, refusals: Iterable[Refusal]) -> None:
         """Raise ConfigError for all of these at once, with the lines that would allow them."""
+        # Two settings may be refused for the same reason.
         found = list(dict.fromkeys(refusals))
         if not found:
             return
+        # Lines for all refusals at once, so that the owner changes the policy a single time.
         lines = self.lines_for(found)
         ask = f"If you want this, put it into {POLICY_FILE} of this cloud: "
         if len(found) == 1:
@@ -318,12 +336,14 @@ class Policy:
         for one in refusals:
             if not one.key:
                 continue
+            # Refusals of one key add up in one line.
             before = keys.get(one.key, getattr(self, one.key))
             if isinstance(one.allow, Mapping):
                 merged = {**(before or {})}
                 for name, value in one.allow.items():
                     merged[name] = value
                     if isinstance(value, list):
+                        # What the policy allows already stays allowed.
                         names = [*(getattr(self, one.key).get(name, ())), *value]
                         merged[name] = list(dict.fromkeys(names))
                 keys[one.key] = merged
@@ -336,12 +356,14 @@ class Policy:
     def _is_known(self, target: object) -> bool:
         if not isinstance(target, str):
             return False
+        # An old file names classes as they were called.
         name = MOVED.get(target, target)
         return name in constructors() or name in self.constructors
 
     def _refused_to_build(self, settings: Mapping[str, Any]) -> Iterator[Refusal]:
         num_ranks = 0
         first: tuple[str, int] | None = None
+        # All nodes of the file, also those below a constructor that is refused.
         for node in walk(settings):
             where = node.path
             key = node.name
@@ -356,13 +378,17 @@ class Policy:
                     )
                 elif not self._is_known(value):
                     yield _refusal(where, value, allowed, "constructors", [value])
+            # `_args_` and the like would call a constructor in another way.
             elif key.startswith("_"):
                 yield Refusal(f"{where}: an experiment file has no such key")
             elif key == "num_ranks" and isinstance(value, int):
                 num_ranks += max(value, 0)
+                # Negative numbers are refused where the layout is made; here they must not make
+                # room for others.
                 if num_ranks > self.max_ranks and first is None:
                     first = where, value
         if first is not None:
+            # Once, with the cloud at which the sum goes beyond.
             allowed = f"{self.max_ranks} ranks in all"
             yield _refusal(*first, allowed, "max_ranks", num_ranks)
         for lead in leads_of(settings, may_import=self._is_known):
@@ -378,10 +404,12 @@ class Policy:
         cluster = settings.get("cluster")
         if isinstance(cluster, Mapping) and isinstance(cluster.get("clouds"), Mapping):
             names = list(map(str, cluster["clouds"]))
+        # None: any cloud may take part.
         allowed = names if self.clouds is None else self.clouds
         for name in names:
             if name not in allowed:
                 yield _refusal("cluster.clouds", name, ", ".join(allowed), "clouds", [name])
+        # Who runs this file is one of its clouds.
         if self.me is not None and names and self.me not in names:
             yield Refusal(
                 f"cluster.clouds are {', '.join(names)}, but this cloud is {self.me!r} "
@@ -392,11 +420,13 @@ class Policy:
         for node in walk(settings):
             where = node.path
             value = node.value
+            # True is no number.
             if isinstance(value, bool) or not isinstance(value, int | float):
                 continue
             setting = where.partition("[")[0]
             most = bound_of(node.name)
             least = MIN_SETTINGS.get(node.name)
+            # The owner has given bounds of its own.
             if setting in self.require:
                 continue
             if most is not None and value > most:
@@ -410,11 +440,14 @@ class Policy:
         where = lead.where
         value = lead.value
         if lead.to == "command":
+            # Refused already, and nothing allows it.
             return
         if lead.to in ("address", "line"):
+            # Of a sealed line all ports of a cloud's ranks must be allowed.
             if not any(covers(allowed, value) for allowed in self.addresses):
                 allowed = ", ".join(self.addresses) or "no address"
                 yield _refusal(where, value, allowed, "addresses", [value])
+        # A name that means a folder here is read, not fetched.
         elif lead.to == "hub" and not is_place(value):
             name = f"{value}@{lead.revision}" if lead.revision else value
             if name not in (*self.hub, *PACKAGED):
@@ -422,10 +455,12 @@ class Policy:
                 yield _refusal(where, name, allowed, "hub", [name])
         else:
             use = "write" if lead.to == "write" else "read"
+            # The run folder is always allowed: a run writes and reads there.
             folders = [*getattr(self, use), run_dir]
             allowed = f"files below {', '.join(folders)} (in {project_root()})"
             if not lies_below(value, folders):
                 yield _refusal(where, value, allowed, use, [value])
+            # A folder may hold links to files that the policy does not allow.
             elif use == "read" and (link := link_out(value, folders)) is not None:
                 target = os.path.realpath(link)
                 yield _refusal(f"{link}, in {where},", target, allowed, "read", [target])
@@ -439,13 +474,16 @@ class Policy:
         instead: values by dotted name that count in place of the job's.
         """
         for asked_key, wanted in self.require.items():
+            # Names of an earlier release, as policies live longer than files.
             key = key_of(asked_key, job)
+            # Where a place was replaced, to build the job, the file's own value counts.
             value = job if key == "job" else instead.get(key, value_at(job, key))
             if not _meets(value, wanted):
                 asked = wanted
                 if isinstance(wanted, Mapping):
                     asked = " and ".join(f"{name} {bound}" for name, bound in wanted.items())
                 plain = value
+                # A requirement on an object names its class.
                 if not isinstance(value, str | int | float | None):
                     plain = type(value).__name__
                 yield Refusal(
@@ -454,6 +492,7 @@ class Policy:
         for what, cloud in product(_WORDS, clouds):
             rule: Mapping[str, Sequence[str]] = getattr(self, what)
             held = held_by(cloud, what) if rule else frozenset()
+            # A job whose parts have no names can't be held to a rule on them.
             if held is None:
                 yield Refusal(
                     f"{POLICY_FILE} of this cloud has {what}, and a job of this kind has no "
@@ -475,6 +514,7 @@ def bounded_settings(settings: Mapping[str, Any]) -> list[str]:
         for node in walk(settings)
         if isinstance(node.value, int | float) and not isinstance(node.value, bool)
         if "[" not in node.path
+        # What costs time, memory or disk, and any number beyond what all may have.
         if bound_of(node.name) not in (None, MAX_NUMBER) or node.value > MAX_NUMBER
     ]
 
@@ -486,10 +526,12 @@ def targets_of(settings: Mapping[str, Any]) -> set[str]:
 
 def _in_yaml(key: str, value: object) -> str:
     """Return a key of a policy in one line. Whatever the words of a file are, they stay words."""
+    # One line, however long: a text is shown to be copied.
     text: str = yaml.safe_dump(
         as_plain(value), default_flow_style=True, sort_keys=False, width=math.inf
     )
     text = text.removesuffix("...\n").strip()
+    # A text with a line feed, say, which YAML writes over several lines.
     if "\n" in text:  # JSON is YAML whose texts never end a line
         text = json.dumps(as_plain(value))
     return f"{key}: {text}"
@@ -515,6 +557,7 @@ def value_at(node: Any, key: str) -> Any:
         if isinstance(node, Mapping):
             node = node.get(part)
         else:
+            # A policy asks for settings, and no attribute of Python's own.
             node = None if part.startswith("_") else getattr(node, part, None)
     return node
 
@@ -523,6 +566,7 @@ def _meets(value: Any, wanted: Any) -> bool:
     if isinstance(wanted, Mapping):
         if isinstance(value, bool) or not isinstance(value, int | float):
             return False
+        # A bound that is missing holds by itself.
         return bool(wanted.get("min", value) <= value <= wanted.get("max", value))
     return bool(value == wanted) or (isinstance(wanted, str) and type(value).__name__ == wanted)
 
@@ -547,9 +591,11 @@ def plain_text(path: Path, approve: Callable[[bytes, Path], None] | None = None)
         raise ConfigError(f"there is no file {path}")
     try:
         with path.open("rb") as file:
+            # One byte more than is allowed tells a longer file.
             data = file.read(MAX_BYTES + 1)
         if len(data) > MAX_BYTES:
             raise ConfigError(f"{path} is longer than {MAX_BYTES} bytes")
+        # The bytes that are approved are those that are parsed.
         if approve is not None:
             approve(data, path)
         text = data.decode()
@@ -561,6 +607,7 @@ def plain_text(path: Path, approve: Callable[[bytes, Path], None] | None = None)
 
 def _check_data(text: str, path: Path) -> None:
     depth = num_values = 0
+    # Events come one by one, before any value is built.
     for event in events(text):
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)

@@ -48,6 +48,7 @@ MAX_LABEL = 50  # characters, some 43 % of the width of a picture
 
 
 def canvas(title: str, width_in: float, height_in: float) -> Figure:
+    # "constrained" leaves room for legends and long labels.
     figure = Figure(figsize=(width_in, height_in), dpi=110, layout="constrained")
     if title:
         figure.suptitle(wrapped(title, width_in), fontsize=TITLE_POINTS)
@@ -63,6 +64,7 @@ def column(figure: Figure, heights: Sequence[float]) -> list[Axes]:
 def save(figure: Figure, path: Path) -> Path:
     """Write a picture, with labels in its legends that leave room for it."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Here and not where labels are made, as every picture is saved by this.
     for legend in figure.findobj(Legend):
         for text in legend.get_texts():
             text.set_text(clipped(text.get_text()))
@@ -73,6 +75,8 @@ def save(figure: Figure, path: Path) -> Path:
 def legend_columns(labels: Sequence[str]) -> int:
     """Return how many columns of a legend fit below a picture of eight inches: 115 characters."""
     longest = max(len(clipped(label)) for label in labels)
+    # A label takes its characters and some for its mark; four columns at most can be followed with
+    # the eye.
     return max(1, min(4, len(labels), 115 // (longest + 8)))
 
 
@@ -105,6 +109,7 @@ def stacked(
     """A bar for each label, the first at the top, of these parts: name, lengths, colour. Returns
     what was drawn of each part, and its lengths."""
     drawn = []
+    # Each part begins where the one before has ended.
     ends = np.zeros(len(labels))
     edge: dict[str, Any] = {"edgecolor": FAINT, "lw": 0.5}
     for name, lengths, colour in parts:
@@ -112,6 +117,7 @@ def stacked(
         drawn.append((bars, lengths))
         ends = ends + lengths
     axes.set_yticks(range(len(labels)), [clipped(label) for label in labels])
+    # The first label at the top, as in a table.
     axes.invert_yaxis()
     return drawn
 
@@ -119,6 +125,7 @@ def stacked(
 def ink_on(colour: str) -> str:
     """Black or white, whichever is more legible on `colour` ("#RRGGBB")."""
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    # Green looks brightest and blue darkest: the usual weights of luminance.
     if 0.3 * red + 0.59 * green + 0.11 * blue > 140:
         return INK
     return "#FFFFFF"
@@ -131,6 +138,7 @@ def wrapped(title: str, width_in: float) -> str:
 
 def smoothed(values: NDArray[np.float64]) -> tuple[NDArray[np.float64], int]:
     """Mean over a fiftieth of a run around each step, and how many steps that is."""
+    # A fiftieth of the steps.
     window = max(1, round(len(values) / 50))
     return running_mean(values, window), window
 
@@ -139,4 +147,5 @@ def running_mean(values: NDArray[np.float64], window: int) -> NDArray[np.float64
     """Centred mean over `window` values, fewer at the ends."""
     whole = np.ones(window)
     ones = np.ones(len(values))
+    # At both ends fewer values lie in the window; divided by how many there are.
     return np.convolve(values, whole, "same") / np.convolve(ones, whole, "same")

@@ -81,6 +81,7 @@ class ProgressLine:
         self._console = Console(file=stream, force_terminal=self._rewrites, force_jupyter=False)
         self._live = Live(console=self._console, refresh_per_second=REDRAWS_PER_S)
         self._clock = clock
+        # Smoothed, as a single step tells little of how long the rest takes.
         self._next_merge = next_merge
         self._smoothed = Smoothed()
         self._taken = Counter[str]()  # batches of each producer
@@ -99,6 +100,7 @@ class ProgressLine:
             self._live.start()
             self._live.update(Text(line, no_wrap=True, overflow="ellipsis"))
             return
+        # Elsewhere than on a terminal a line stays, so only some are printed.
         line = "  ".join(figures)
         self._unprinted = line
         if self._clock() - self._printed_at_s >= PRINT_S:
@@ -124,6 +126,7 @@ class ProgressLine:
                 text += f"; {again} step{'s' if again > 1 else ''} done before are repeated"
             changed = ", ".join(event.get("changed", ()))
             self.note(text + (f"; changed: {changed}" if changed else ""))
+        # A producer's loss comes with what it has fed.
         elif kind == "fed" and "loss" in event:
             self._losses[event["cloud"]] = event["loss"]
         elif kind in NOTICES:
@@ -154,15 +157,19 @@ class ProgressLine:
         for kind in _SENT:
             values[f"sent {kind}"] = totals.numbers.get(("sent", kind), 0)
         # Only emulated lines report how long they were busy.
+        # One-way jobs report a line's seconds under another name.
         lines: dict[object, float] = {**totals.sums("line_s")}
         for key, busy_s in totals.numbers.items():
             if key[0] == "line_busy_s":
+                # A line is busy with messages of every kind.
                 add_to(lines, more={key[-1]: busy_s})
         if lines:
+            # The busiest line is the one that holds a step up.
             values["line_s"] = max(lines.values())
         smooth = self._smoothed.add(values)
 
         step_s = smooth["step_s"]
+        # By the smoothed step: a single slow one would add hours.
         left_s = (self.max_steps - totals.step) * step_s
         figures = [f"step {totals.step}/{self.max_steps}", f"{human_duration(left_s)} left"]
         if "loss" in smooth:
@@ -178,6 +185,7 @@ class ProgressLine:
             cloud = max(waits, key=lambda name: smooth[f"waits {name}"])
             figures.append(f"{cloud} waits {smooth[f'waits {cloud}']:.3f} s")
         sent = [smooth[f"sent {kind}"] for kind in _SENT]
+        # Replicas that train apart send nothing between two merges.
         next_merge = self._next_merge(totals.step)
         if next_merge is not None:
             figures.append(f"next merge at step {next_merge}")
@@ -234,13 +242,17 @@ def write_record(
     summary |= {"link": job.cluster.describe(), "defences": labels.defences}
     summary |= timelines.predicted_of(run_dir)
     summary["lost_event_lines"] = facts["lost_event_lines"]
+    # Missing if every rank ended before its links had closed.
     if any(run_dir.glob("rank*.wire.json")):  # else no rank got as far as writing one
         with _may_lack(run_dir, what=AUDIT_FILE):
             summary["wire"] = compact(join_audit(run_dir))
+    # What is measured after a run needs a model that has been trained.
     if cause is None:
         with _may_lack(run_dir, what="figures that are measured after a run"):
             summary |= job.measured(run_dir)
+    # Written before anything is drawn: a picture that fails must leave the figures.
     _write_summary(run_dir, summary)
+    # Features of this job that no list has, too.
     more = [one for one in job.figures if one not in FIGURES]
     record = run.record(summary, (*FIGURES, *more))
     pictures = list[Path]()
@@ -248,11 +260,13 @@ def write_record(
     if run.num_steps:
         # After the summary, which must not wait for what others' reports make us draw.
         pictures = _draw(job, run_dir, run, record)
+    # Only what was lost while drawing; earlier losses stand in it already.
     if lost := run.lost_files[num_lost:]:
         record = record.changed(lost_files=[*summary.get("lost_files", ()), *lost])
         _write_summary(run_dir, record.summary)
     tracked = record
     texts = [SUMMARY_FILE]
+    # A tracker may be open to others; the run folder is its owner's.
     if cause is not None and not job.has_public_texts and may_quote_data(run_dir):
         tracked = record.changed(cause=f"see {SUMMARY_FILE} in the run folder: it may quote data")
         texts = []
@@ -261,14 +275,17 @@ def write_record(
         if path.exists():
             recording.artifact(path)
     recording.finish(facts["status"], tracked, note_of(tracked, run_dir))
+    # In the order in which somebody would look for them.
     places: dict[str, object] = {"run folder": run_dir}
     if (run_dir / MODEL_DIR).is_dir():
         places["model"] = run_dir / MODEL_DIR
         if cause is None and (command := job.next_command(run_dir)) is not None:
             places["next"] = command
     shown = record
+    # Figures of earlier attempts would look like those of this one.
     if cause is not None and not facts["has_step"]:
         shown = shown.changed(num_steps=0, num_resumes=0, wall_s=None)
+    # Whoever called shows the exception, which says it once.
     if facts["is_raised"]:
         shown = shown.changed(cause=None)
     if shown.summary["num_steps"]:  # else there is nothing to compare
@@ -298,6 +315,7 @@ def note_of(record: RunRecord, run_dir: Path) -> str:
         f"`{printable(command)}`",
         f"commit {summary.get('commit')}, run folder `{run_dir.absolute()}`",
     ]
+    # The reason first, as MLflow folds the note behind a few lines.
     if summary.get("cause"):
         lines.insert(0, f"{summary['status']}: {summary['cause']}")
     return "\n\n".join(filter(None, lines))
@@ -307,6 +325,7 @@ def note_of(record: RunRecord, run_dir: Path) -> str:
 def _may_lack(run_dir: Path, what: str, lost_files: list[str] | None = None) -> Iterator[None]:
     try:
         yield
+    # Whatever fails here, the run itself has ended as it did.
     except Exception as error:
         log.warning("%s is without its %s: %s", run_dir, what, error)
         if lost_files is not None:
@@ -321,6 +340,7 @@ def _draw(job: Job, run_dir: Path, run: RunStatistics, record: RunRecord) -> lis
         if timeline is not None:
             timelines.write_trace(run_dir / TRACE_FILE, timeline, facts)
             written.append(run_dir / TRACE_FILE)
+        # A record of figures alone does without matplotlib.
         from xcloud.show.pictures import write_pictures  # matplotlib takes half a second
 
         title = f"{job.name} seed {job.seed}, {facts['schedule']}, "

@@ -39,6 +39,8 @@ def first_failure(run_dir: Path, ranks: Iterable[int], lost: int) -> str:
     """The cause of failure of a run on several machines, if known on this machine. lost: a rank
     that has not finished."""
     found = ((rank, failure_of(run_dir, rank)) for rank in ranks)
+    # min() below: those with a reason of their own come before those that lost another rank, then
+    # the lowest number.
     # Whoever has a reason of its own before those that lost it.
     failures = [(one["peer_lost"], rank, one["message"]) for rank, one in found if one]
     if not failures:
@@ -49,6 +51,7 @@ def first_failure(run_dir: Path, ranks: Iterable[int], lost: int) -> str:
 
 def _await(file: Path, parent: int) -> None:
     give_up_at_s = time.monotonic() + RECORD_WITHIN_S
+    # Its parent gone means that nobody will write the file.
     while os.getppid() == parent and not file.exists() and time.monotonic() < give_up_at_s:
         time.sleep(0.1)
 
@@ -64,11 +67,13 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--again", action="store_true", help="the first monitor was lost")
     arguments = parser.parse_args(words)
+    # The same signal ends rank 0, whose last events are still to come.
     for number in (signal.SIGINT, signal.SIGTERM):  # torchrun ends rank 0, and this follows
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, lambda number, frame: None)  # as well, but for its own children
     run_dir: Path = arguments.run_dir
     with contextlib.ExitStack() as held:
+        # Started by hand, so the folder may be in use.
         if arguments.parent is None:  # else rank 0 owns the folder
             check_is_run(run_dir, f"{EVENTS_FILE}*", "events.*.jsonl*")
             held.enter_context(owned(run_dir))
@@ -102,8 +107,10 @@ def _follow(monitor: Monitor, parent: int, is_again: bool, past: int | None) -> 
     essential = monitor.experiment.roster.essential
     run_dir = monitor.run_dir
     attempt = monitor.attempt
+    # Written once all links have closed, so nothing more comes.
     record = run_dir / "rank0.wire.json"  # its last file, when all its links have closed
     while os.getppid() == parent and not record.exists():
+        # All have finished whom the run needs.
         if not essential - attempt.finished_ranks:
             break
         monitor.poll()
@@ -113,12 +120,14 @@ def _follow(monitor: Monitor, parent: int, is_again: bool, past: int | None) -> 
     _await(record, parent=parent)
     monitor.poll()
     monitor.lost_lines()
+    # Ranks that a run needs and that have said neither "finish" nor "stop".
     lost = sorted(essential - attempt.finished_ranks)
     if 0 in lost:  # and after it why it ends
         _await(error_file(run_dir, rank=0), parent=parent)
     ranks = range(monitor.experiment.cluster.num_ranks)
     cause = first_failure(run_dir, ranks, lost=lost[0]) if lost else None
     if attempt.is_stopped and cause is None:
+        # Stopped on request is no failure.
         cause = STOPPED
         if (rank := attempt.stop_asked_of) is not None:
             cloud = monitor.experiment.cluster.cloud_of(rank)

@@ -55,11 +55,13 @@ class Attempt:
             self.has_step = False
             self.stop_asked_of = None
         elif kind == "phase":
+            # From now on the run has the state that it resumes from.
             self.trains |= event.get("name") == "training"
         elif kind in ("step", "fed"):
             self.has_step = True
         elif kind == "stop_asked":
             self.stop_asked_of = event["of"]
+        # Events of earlier attempts stand in the same log.
         elif kind == "finish" or (kind == "stop" and self.stops_count):
             self.finished_ranks.add(event["rank"])
             self.is_stopped = kind == "stop"
@@ -78,6 +80,7 @@ class Monitor:
         tags = {"profile": experiment.profile, "commit": commit(), "seed": str(experiment.seed)}
         if experiment.sweep is not None:
             tags["sweep"] = experiment.sweep
+        # A collector of its own, since the tracker may fall behind while its store is down.
         # A collector of its own: it may fall behind while its store is down.
         self.run = TrackedRun(
             name=experiment.run_name,
@@ -104,8 +107,10 @@ class Monitor:
 
         is_again: True if this monitor replaces one that was lost.
         """
+        # logging prints a traceback if its own log can't be written.
         logging.raiseExceptions = False  # a log on a full disk: no traceback for every line
         # Of earlier attempts ranks may have stopped. This one may be ahead of this monitor.
+        # All events that are there, so that a resumed run's curves begin at its first step.
         for number, event in enumerate(self._reader):
             is_past = self.past is None or number < self.past
             self.attempt.stops_count = is_again or not is_past
@@ -119,6 +124,7 @@ class Monitor:
         if not is_again:  # how an earlier attempt ended is not the end of this one
             self.attempt.trains = False
         has_record = (self.run_dir / SUMMARY_FILE).exists()
+        # A finished run that cannot go on keeps its record.
         self._keeps_earlier = has_record and not is_again
         if not self._keeps_earlier:
             self._begin_record()
@@ -139,6 +145,7 @@ class Monitor:
         for event in self._reader:
             self.attempt.reports = True
             self._take(event)
+        # The ranks have loaded the state: the run goes on.
         if self._keeps_earlier and self.attempt.trains:
             self._begin_record()
         return self.attempt.reports
@@ -153,14 +160,17 @@ class Monitor:
         try:
             self.attempt.take(event)
             totals = self._statistics.feed(event)
+            # Past events are not shown once more.
             if self._progress is not None:
                 self._tell(event)
                 self._progress.show(self._with_more(event))
                 if totals is not None:
                     self._progress.update(totals)
+        # The terminal has gone; the run and its record need none.
         except OSError as error:
             self._progress = None
             log.warning("the progress cannot be shown any more: %s", error)
+        # Another cloud may send anything that intake lets through.
         except MALFORMED as error:  # it must not end this run
             self.num_malformed += 1
             if self.num_malformed == 1:
@@ -169,6 +179,7 @@ class Monitor:
     def _tell(self, event: Event) -> None:
         """Call the user's command for what an event says of the whole run."""
         kind = event["event"]
+        # Each update after the first would say the same.
         if kind == "skipped_update" and not self._has_told_of_divergence:
             self._has_told_of_divergence = True
             self._notices.send("diverged", step=event["step"])
@@ -183,6 +194,7 @@ class Monitor:
             self._notices.send("resumed", step=event["step"])
 
     def _tell_end(self, status: str, cause: str | None) -> None:
+        # A rank that diverged says so only in its error.
         failures = [read_json(path) for path in self.run_dir.glob("rank*.error.json")]
         if cause is not None and any(one.get("kind") == "TrainingDiverged" for one in failures):
             self._notices.send("diverged", step=self._statistics.num_steps, cause=cause)
@@ -194,6 +206,7 @@ class Monitor:
         that the samples belong to."""
         if event["event"] == "resume":
             return {**event, "steps_again": self._statistics.resumes[-1]["steps_again"]}
+        # A sweep has many points, and each point's samples in its folder.
         if event["event"] == "quality" and self.experiment.sweep is None:  # its files have them
             with contextlib.suppress(OSError, UnicodeDecodeError):
                 text = (self.run_dir / SAMPLES_FILE).read_text("utf-8")
@@ -203,6 +216,7 @@ class Monitor:
     def lost_lines(self) -> int:
         """Return how many event lines were lost. Ranks whose "finish" was lost have finished."""
         lost = read_json(self.run_dir / LOST_LINES_FILE)
+        # A rank whose last line was lost on a full disk has finished all the same.
         self.attempt.finished_ranks.update(lost.get("finished_ranks", ()))
         return int(lost.get("lines", 0))
 
@@ -217,6 +231,7 @@ class Monitor:
         is_stopped: True if the run was asked to end.
         is_raised: True if the caller raises the cause, so that the table need not say it, too.
         """
+        # What came since the last look.
         self.poll()
         if self._progress is not None:
             with contextlib.suppress(OSError):
@@ -225,6 +240,7 @@ class Monitor:
             status = "finished"
         else:
             status = "stopped" if is_stopped else "failed"
+        # Nothing was trained, so what is there is still true.
         if self._keeps_earlier:
             self._tell_end(status, cause)
             return read_summary(self.run_dir)

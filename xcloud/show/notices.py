@@ -45,11 +45,13 @@ class Notices:
         if self._command is None:
             return
         told = {"event": event, "time": round(time.time(), 3), **self._about, **facts}
+        # Never blocks: a command that hangs must not hold the run up.
         try:
             self._waiting.put_nowait(told)
         except queue.Full:
             log.warning("launch.on_event is slower than events come: %s was dropped", event)
             return
+        # A run without such an event needs no thread.
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="on_event", daemon=True)
             self._thread.start()
@@ -57,9 +59,11 @@ class Notices:
     def close(self) -> None:
         """Wait until the command has been called for all events, for LIMIT_S at most. What it has
         not done by then is not done; nothing of it is left running."""
+        # Nothing was ever sent.
         if self._thread is None:
             return
         give_up_at_s = time.monotonic() + LIMIT_S
+        # A short time for what is still open, and then it is over.
         while self._waiting.unfinished_tasks and time.monotonic() < give_up_at_s:
             time.sleep(0.01)
         self._is_closed.set()
@@ -70,6 +74,7 @@ class Notices:
     def _work(self) -> None:
         while not self._is_closed.is_set():
             try:
+                # Looks up now and then whether it is to end.
                 told = self._waiting.get(timeout=POLL_S)
             except queue.Empty:
                 continue
@@ -88,11 +93,13 @@ class Notices:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            # A session of its own, so that what the command starts can be ended with it.
             start_new_session=True,
         )
         end_at_s = time.monotonic() + LIMIT_S
         given: bytes | None = json.dumps(told).encode()
         while process.returncode is None:
+            # Looked at in short turns, as `close` may end it at any time.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.communicate(given, timeout=POLL_S)
             given = None

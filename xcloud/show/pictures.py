@@ -79,6 +79,7 @@ def write_pictures(
     predicted: Timeline | None = None,
 ) -> list[Path]:
     """Draw what there is to draw. Return the files. predicted: the timeline of the plan."""
+    # Each of them may have nothing to show.
     drawn: list[Path | None] = []
     if timeline is not None:
         drawn.append(
@@ -92,6 +93,7 @@ def write_pictures(
 def write_loss(path: Path, run: RunRecord, title: str) -> Path | None:
     """Loss over steps, raw and smoothed; dev quality below it. None if there is no loss yet."""
     step = np.asarray(run.steps.step)
+    # A loss that is not finite is no point.
     loss = np.asarray(run.steps["loss"])
     known = np.isfinite(loss)
     if not known.any():
@@ -101,6 +103,7 @@ def write_loss(path: Path, run: RunRecord, title: str) -> Path | None:
     quality = run.dev_quality
     figure = canvas(title, width_in=8, height_in=6.4 if quality else 4.2)
     panels = column(figure, heights=[2, 1] if quality else [1])
+    # Single steps scatter; the mean over a fiftieth of the run shows the way.
     mean, window = smoothed(loss)
     if window > 1:
         panels[0].plot(step, loss, color="#9CC3DD", linewidth=0.6, label="each step")
@@ -128,6 +131,7 @@ def write_step_time(path: Path, run: RunRecord, title: str) -> Path | None:
     num_steps = len(run.steps.step)
     if not num_steps:
         return None
+    # The first steps are slow and would set the scale.
     skip = num_warmup_steps(num_steps)
     clouds = run.steps.below(OWN)
     step = np.asarray(run.steps.step)[skip:]
@@ -140,6 +144,7 @@ def write_step_time(path: Path, run: RunRecord, title: str) -> Path | None:
     _draw_times(right, step, taken=per_s * step_s, unit=unit)
     top = right.get_ylim()[1]
     for at_step, text in run.marks:
+        # Behind the step, as what an event changes begins with the next one.
         after = at_step + 0.5
         right.axvline(after, color=INK, linewidth=0.8, linestyle=":")
         right.text(after, 0.02 * top, f" {text}", fontsize=7, rotation=90, va="bottom")
@@ -150,6 +155,7 @@ def _draw_times(
     axes: Axes, step: NDArray[np.int64], taken: NDArray[np.float64], unit: str
 ) -> None:
     """Draw the step time over the run. taken: the time of each step, in `unit`."""
+    # Two thousand points are all that a picture of this width can show.
     every = math.ceil(len(step) / 2000)
     axes.plot(step, taken, ".", markersize=4, markevery=every, color=INK, alpha=0.5)
     low, median, high = np.percentile(taken, [10, 50, 90])
@@ -157,6 +163,7 @@ def _draw_times(
     spread = f"10 % to 90 %: {short(low)} to {short(high)} {unit}"
     axes.axhspan(low, high, color=COLOURS["forward"], alpha=0.12, linewidth=0, label=spread)
     # One hiccup of a minute must not flatten everything else; it is noted in the corner.
+    # Room above the slowest usual step.
     top = 1.25 * max(np.percentile(taken, 99), high)
     axes.set_ylim(0, top)
     if num_above := int((taken > top).sum()):
@@ -178,10 +185,12 @@ def _draw_parts(axes: Axes, run: RunRecord, skip: int, per_s: float) -> None:
 
     whole = mean(OWN)
     parts = [(label, mean(kind), colour) for kind, (label, colour) in PARTS.items()]
+    # What no part explains; clocks of parts may add up to a little more than the whole.
     rest = np.maximum(whole - sum(values for _, values, _ in parts), 0)
     for bars, values in stacked(
         axes, labels=clouds, parts=[*parts, ("other", rest, COLOURS["other"])]
     ):
+        # No text where it would not fit.
         texts = [short(value) if value > 0.08 * whole.max() else "" for value in values]
         ink = ink_on(to_hex(bars[0].get_facecolor()))
         axes.bar_label(bars, texts, label_type="center", fontsize=8, color=ink)
@@ -203,6 +212,7 @@ def write_timeline(
     """predicted: a step that a plan foresaw, drawn above at the same scale."""
     shown = [timeline] if predicted is None else [predicted, timeline]
     lanes = [list(_lanes(one)) for one in shown]
+    # Both on one scale, so that prediction and step can be compared.
     longest_us = max(one.until_us for one in shown)
     per_us, unit = (1e-3, "ms") if longest_us < 1e7 else (1e-6, "s")
     height_in = _MARGIN_IN + sum(_LANE_IN * len(rows) + 0.3 for rows in lanes)
@@ -210,6 +220,7 @@ def write_timeline(
     panels = column(figure, heights=[len(rows) + 0.7 for rows in lanes])
     for axes, one, rows in zip(panels, shown, lanes, strict=True):
         bars = list[_Bar]()
+        # Lanes from top to bottom.
         for y, (_, content) in enumerate(rows):
             if isinstance(content, Lane):
                 bars += _bars_of_rank(y, lane=content)
@@ -225,12 +236,14 @@ def write_timeline(
             _headed(one, is_predicted=one is predicted), fontsize=TITLE_POINTS, loc="left"
         )
         axes.set_yticks(range(len(rows)), [label for label, _ in rows])
+        # Downwards, with half a lane around.
         axes.set_ylim(len(rows) - 0.45, -0.55)
         axes.set_xlim(0, 1.01 * per_us * longest_us)  # a bar does not touch the edge
         plain(axes, grid="x")
         axes.spines["left"].set_visible(False)
         axes.tick_params(left=False)
     panels[-1].set_xlabel(f"{unit} since the step began ({timeline.clocks})")
+    # Each colour once, whichever of the two has it.
     handles = {handle.get_label(): handle for one in shown for handle in _legend(one)}
     figure.legend(
         handles=list(handles.values()), loc="outside lower center",
@@ -255,12 +268,14 @@ def _lanes(timeline: Timeline) -> Iterator[tuple[str, Lane | Sequence[Flight]]]:
     minor = []
     for position, cloud in enumerate(clouds):
         for lane in timeline.lanes:
+            # The rank's cloud, then the lines of this cloud to others below.
             if lane.cloud == cloud:
                 several = len({box.stage for box in lane.boxes if box.direction}) > 1
                 yield f"{cloud}  rank {lane.rank}" + "\n(small: stage)" * several, lane
         for other in clouds[position + 1 :]:
             for here, there in ((cloud, other), (other, cloud)):
                 flights = timeline.flights.get((here, there), ())
+                # Lines that carry neither activations nor gradients come last.
                 if any(flight.kind in FLIGHTS for flight in flights):
                     yield f"{here} → {there}", flights
                 elif flights:
@@ -300,10 +315,13 @@ class _Bar(NamedTuple):
 
 
 def _bars_of_rank(y: int, lane: Lane) -> Iterator[_Bar]:
+    # The whole step in white, so that what nothing covers shows as idle.
     yield _Bar(
         y, height=0.72, from_us=lane.from_us, until_us=lane.until_us, colour="white", edge=FAINT
     )
+    # With several stages a rank the number alone tells micro-batches not apart.
     several = len({box.stage for box in lane.boxes if box.direction}) > 1
+    # In the order of KINDS: waiting is drawn before what may lie over it.
     for box in sorted(lane.boxes, key=lambda box: list(KINDS).index(box.what)):
         bar = _Bar(
             y, height=0.72, from_us=box.from_us, until_us=box.until_us, colour=KINDS[box.what][0]
@@ -317,11 +335,13 @@ def _bars_of_rank(y: int, lane: Lane) -> Iterator[_Bar]:
 def _bars_of_link(y: int, flights: Sequence[Flight]) -> Iterator[_Bar]:
     """Boxes on the line, with a thin tail until the message arrived."""
     rows = rows_of(flights)
+    # Messages that overlap share the lane's height.
     height = 0.6 / len(rows)
     for index, row in enumerate(rows):
         middle = y - 0.3 + height * (index + 0.5)
         for flight in row:
             colour = FLIGHTS.get(flight.kind, OTHER_FLIGHT)
+            # In narrow rows no number fits.
             text = str(flight.micro_batch) if len(rows) <= 2 and flight.kind in FLIGHTS else ""
             yield _Bar(
                 y=middle,
@@ -332,6 +352,7 @@ def _bars_of_link(y: int, flights: Sequence[Flight]) -> Iterator[_Bar]:
                 edge="white",
                 text=text,
             )
+            # What it takes to arrive: the latency, thinner.
             tail = middle + 0.38 * height
             yield _Bar(
                 y=tail,

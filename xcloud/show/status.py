@@ -48,11 +48,13 @@ class RankStatus:
         self.step = state.get("step")
         self.has_ended = state["ended"]
         self.silent_s = now - state["written"]
+        # A process of another machine cannot be looked at from here.
         self.process = "gone" if self.has_ended else _process(state["pid"], host=state["host"])
         self.is_away = self.process == "gone" and state.get("may_leave", False)
         self.by_torchrun = state.get("torchrun", False)
         self.lines_down: list[str] = []
         waits: list[AwaitedRank] = []
+        # Once it has ended it waits for nobody, whatever its file says.
         if not self.has_ended:  # its last state names what it waited for until then
             self.lines_down = state.get("lines_down", [])
             waits = [
@@ -105,6 +107,7 @@ def ranks_of(run_dir: Path, now: float | None = None) -> list[RankStatus]:
     ranks = []
     for path in run_dir.glob("rank*.state.json"):
         try:
+            # One file that cannot be read hides no other rank.
             state = parsed_json(path.read_text("utf-8"))
             ranks.append(RankStatus(state, now=time.time() if now is None else now))
         except (OSError, ValueError, LookupError, TypeError) as error:
@@ -119,8 +122,10 @@ def _process(pid: int, host: str) -> str:
         state = psutil.Process(pid).status()
     except psutil.NoSuchProcess:
         return "gone"
+    # A process of another user: it exists, which is all that was asked.
     except psutil.AccessDenied:
         return "running"
+    # A zombie has ended; its parent has only not asked yet.
     ends = {psutil.STATUS_STOPPED: "stopped", psutil.STATUS_TRACING_STOP: "stopped",
             psutil.STATUS_ZOMBIE: "gone"}  # fmt: skip
     return ends.get(state, "running")
@@ -129,6 +134,7 @@ def _process(pid: int, host: str) -> str:
 def waited_for(ranks: Sequence[RankStatus]) -> dict[int, AwaitedRank]:
     """Return the longest wait of each rank that waits. In a collective a rank waits for all
     others, and those that are in it too are not the reason."""
+    # A rank may wait in several threads; what its peer waits for as well explains nothing.
     waits = {one.rank: one.waits for one in ranks if one.waits}
     return {
         rank: next(
@@ -142,15 +148,18 @@ def waited_for(ranks: Sequence[RankStatus]) -> dict[int, AwaitedRank]:
 def culprits(ranks: Sequence[RankStatus]) -> dict[int, list[int]]:
     """Return the ranks at the end of each chain of waiting, and who waits for them, directly or
     not. A circle of ranks that wait for each other has no end, and its ranks are not listed."""
+    # Ranks that are not well are causes, whatever they wait for.
     well = [one.rank for one in ranks if one.is_well]
     waits_for = {rank: wait[0] for rank, wait in waited_for(ranks).items() if rank in well}
     waiting: dict[int, list[int]] = {}
     for rank in waits_for:
         seen = {rank}
         end = waits_for[rank]
+        # Along the chain of waits, until one that waits for nobody.
         while end in waits_for and end not in seen:
             seen.add(end)
             end = waits_for[end]
+        # A circle has no culprit.
         if end not in waits_for:
             waiting.setdefault(end, []).append(rank)
     return waiting
@@ -179,6 +188,7 @@ def describe(run_dir: Path) -> str:
     waits = waited_for(ranks)
     lines = [f"{run_dir}: {_whole(run_dir, ranks=ranks, now=now)}", ""]
     lines += [one.line(waits.get(one.rank)) for one in ranks]
+    # Where every rank is gone nobody waits for anybody.
     ends = {} if all(one.process == "gone" for one in ranks) else culprits(ranks)
     for rank, waiting in sorted(ends.items()):
         names = ", ".join(map(str, sorted(waiting)))
@@ -200,11 +210,13 @@ def describe(run_dir: Path) -> str:
 
 def _whole(run_dir: Path, ranks: Sequence[RankStatus], now: float) -> str:
     if any(one.process != "gone" for one in ranks):
+        # A rank that may leave is no trouble.
         ill = [one.trouble for one in ranks if not one.is_well and not one.is_away]
         away = [f"rank {one.rank} is away and may come back" for one in ranks if one.is_away]
         if ill:
             return f"degraded: {', '.join(ill)}"
         return "; ".join(["running", *away])
+    # No rank runs; the launcher may be about to start them again.
     launcher = read_json(run_dir / LAUNCHER_FILE)
     if launcher and _process(launcher["pid"], host=launcher["host"]) != "gone":
         return _between_attempts(run_dir, ranks, launcher, now=now)
@@ -213,6 +225,7 @@ def _whole(run_dir: Path, ranks: Sequence[RankStatus], now: float) -> str:
         return f"ended, {summary.get('status')}" + (f": {cause}" if cause else "")
     if ranks and all(one.phase.startswith("has finished") for one in ranks):
         return "this cloud's part is done; the first cloud has the summary"
+    # Started by torchrun, so by torchrun it goes on.
     if any(one.by_torchrun for one in ranks):
         return "ended before its time; to resume, give the same torchrun command again"
     return f"ended without a summary; to resume: {run_command()} resume={run_dir.resolve()}"
@@ -223,11 +236,14 @@ def _between_attempts(
 ) -> str:
     steps = CheckpointSteps(run_dir).agreed_steps()
     again = f"starting again from step {steps[0]}" if steps else "starting"
+    # States older than this attempt are those of the one before.
     if all(now - one.silent_s < launcher["started"] for one in ranks):  # of the attempt before
         return again
     failures = [failure_of(run_dir, rank=one.rank) for one in ranks]
     is_lost = any(failures) or not all(one.has_ended for one in ranks)
     would_come_again = any(failure and failure["expected"] for failure in failures)
+    # The launcher starts again after a loss, if it has a checkpoint and restarts left, and if the
+    # error would not come again.
     if is_lost and steps and launcher["restarts_left"] and not would_come_again:
         return again
     return "ended; run.py is writing the record"

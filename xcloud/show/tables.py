@@ -52,6 +52,7 @@ def console_of() -> Console:
     """Return a console as wide as the terminal; in a file or a pipe no line is wrapped."""
     from rich.console import Console
 
+    # In a file nothing is cut: whoever reads it has other means.
     return Console(width=None if is_terminal(sys.stdout) else WIDTH_OF_A_FILE)
 
 
@@ -78,6 +79,8 @@ def print_table(
     """
     from rich import box
     from rich.table import Table
+
+    # A text from elsewhere may hold control characters, and marks of rich.
     from rich.text import Text
 
     given = [
@@ -85,6 +88,7 @@ def print_table(
         for index, column in enumerate(columns)
     ]
     lines = [[printable(cell) for cell in row] for row in rows]
+    # Columns that have no room are left out, instead of all being squeezed.
     kept = _with_room(given, lines, width=console.width)
     table = Table(box=box.SIMPLE, show_header=heads, pad_edge=False, title_justify="left")
     table.title = title or None
@@ -110,6 +114,7 @@ def _with_room(
     columns: Sequence[Column], lines: Sequence[Sequence[str]], width: int
 ) -> Sequence[int]:
     """Return which columns fit into a window, the first one always."""
+    # Characters of some languages take two cells.
     from rich.cells import cell_len
 
     needed = []
@@ -117,8 +122,10 @@ def _with_room(
         texts = [column.heading, *(line[index] for line in lines)]
         most = max(map(cell_len, texts))
         least = _WRAPPED if index else _WRAPPED_NAME
+        # A column that wraps needs only a few characters; others all of their longest cell.
         needed.append(min(most, least) if column.wraps else most)
     kept = list(range(len(columns)))
+    # Two cells of the table's own, and a gap between each two columns.
     while len(kept) > 1 and 2 + sum(_GAP + needed[index] for index in kept) - _GAP > width:
         kept.remove(max(kept[1:], key=lambda index: (columns[index].spare, index)))
     return kept
@@ -134,6 +141,7 @@ def print_report(
     heading = f"{summary['name']}: {summary['status']}, {summary['num_steps']} steps"
     if (wall_s := summary.get("wall_s")) is not None:
         heading += f", {human_duration(wall_s)}"
+    # Times are of all attempts, so the first one's start is said.
     if summary.get("num_resumes") and summary.get("started_at"):
         heading += f", first started {summary['started_at']}"
     console.print()
@@ -161,8 +169,10 @@ def write_csv(table: pd.DataFrame, path: Path, **more: Any) -> Path:
 
 def no_formula(cell: Any) -> Any:
     """Return a cell as it is, unless a spreadsheet would compute it."""
+    # A cell that a spreadsheet would compute.
     if not isinstance(cell, str) or not re.match(r"\s*[=+\-@\t\r].", cell, re.DOTALL):
         return cell
+    # Numbers may begin with a sign.
     return cell if _NUMBER.match(cell) else f"'{cell}"
 
 
@@ -172,6 +182,7 @@ def markdown_of(record: RunRecord) -> str:
         return ""
     lines = ["| | | |", "|---|---:|---|"]
     for row in record.rows:
+        # A line feed or a bar would break the table.
         cells = (printable(cell).replace("|", "\\|").replace("\n", " ") for cell in row)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -182,6 +193,7 @@ def _print_figures(record: RunRecord, console: Console) -> None:
     remark = Column(heading="", right=False, wraps=True, dim=True)
     columns = [Column(heading="", right=False, wraps=True), Column(""), remark]
     print_table(console, columns, rows=record.rows, heads=False)
+    # A run that made no step has no times.
     if summary["compute_s"]:
         title = "time in a step, mean of the ranks of a cloud"
         times = [
@@ -231,9 +243,11 @@ class Table:
     @property
     def rows(self) -> Iterator[tuple[str, list[tuple[str, bool]]]]:
         """For each line its link, and its cells: the text, and whether its column has numbers."""
+        # The texts decide, as they are what a reader sees.
         texts = self.cells.map(cell_text)
         is_number = [False] * texts.shape[1]
         for index in range(texts.shape[1]):
+            # Cells without a value are in columns of either kind.
             known = [text for text in texts.iloc[:, index] if text not in ("–", "-", "")]
             is_number[index] = bool(known) and all(map(_NUMBER.match, known))
         for link, row in zip_longest(self.links, texts.itertuples(index=False), fillvalue=""):
@@ -278,6 +292,7 @@ def rendered(template: Path, **values: Any) -> str:
     """Return a page of HTML or Markdown made of a template and values."""
     from jinja2 import Environment, StrictUndefined  # only who writes a page pays for it
 
+    # StrictUndefined: a name that the page lacks is an error and no gap.
     environment = Environment(
         autoescape=template.suffix == ".html", undefined=StrictUndefined, trim_blocks=True,
         keep_trailing_newline=True,
@@ -291,6 +306,7 @@ def write_site(front: Page, studies: Sequence[Page], folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for page in (front, *studies):
         for picture in page.pictures:
+            # Pictures of a sweep lie there already.
             if picture.file.parent.resolve() != folder.resolve():
                 shutil.copy(picture.file, folder)
         (folder / f"{page.name}.html").write_text(rendered(PAGE, page=page), encoding="utf-8")

@@ -98,12 +98,14 @@ class ComparedCount:
     @property
     def verdict(self) -> str:
         """ "equal", "differs", or, of a cut attempt, "under way" or "not known"."""
+        # Equal, or both unknown.
         if self.sent == self.received:
             return "equal"
         if not self.is_cut:
             return "differs"
         if self.sent is None or self.received is None:
             return "not known"
+        # Messages that were sent and not yet received when the attempt was cut.
         fewer = self.received.messages < self.sent.messages
         if fewer and self.received.bytes < self.sent.bytes:
             return "under way"
@@ -162,6 +164,7 @@ def compare(folders: Sequence[Path]) -> Comparison:
     signatures: dict[str, str] = {}
     refused = []
     known: dict[int, str] = {}
+    # This cloud's own folder first: what it says of the ranks holds against the others'.
     for number, folder in enumerate(folders):
         for path in _files([folder]):
             data, record = _read(path)
@@ -175,11 +178,13 @@ def compare(folders: Sequence[Path]) -> Comparison:
                 f"{path} says that rank {record.rank} is of {record.cloud!r}; by the records in "
                 f"{folders[0]} it is of {cloud!r}"
             )
+        # Two folders may hold the same file; two records of one rank can't both be right.
         if texts.setdefault(record.rank, data) != data:
             raise DataError(
                 f"{path} is another record of rank {record.rank} than one that was read before"
             )
         records[record.rank] = record
+        # A signature that is wrong is shown, and the comparison goes on.
         try:
             signatures[str(path)] = _signer(
                 path, data, cloud=record.cloud, certificates=certificates
@@ -187,6 +192,7 @@ def compare(folders: Sequence[Path]) -> Comparison:
         except SealError as error:
             signatures[str(path)] = str(error)
             refused.append(str(path))
+    # Each record says how many ranks there were; the largest number counts.
     num_ranks = max(record.num_ranks for record in records.values())
     missing = sorted(set(range(num_ranks)) - records.keys())
     pairs = [
@@ -221,6 +227,7 @@ def _read(path: Path) -> tuple[bytes, _Record]:
 
 def _clouds_in(record: _Record) -> dict[int, str]:
     """Return the cloud of each rank that a record knows."""
+    # A record names the clouds of all ranks that it exchanged messages with.
     counts = [one for attempt in record.attempts for one in (*attempt.sent, *attempt.received)]
     return {one.rank: one.cloud for one in counts} | {record.rank: record.cloud}
 
@@ -230,6 +237,7 @@ def _signature(file: Path) -> Mapping[str, Any]:
     if not file.exists():
         return {}
     try:
+        # Another owner's file.
         found = parsed_json(bounded_bytes(file, MAX_SIGNATURE_BYTES))
     except (DataError, ValueError, OSError):
         raise SealError(f"{file} holds no signature") from None
@@ -244,17 +252,20 @@ def _signer(
     known = certificates.get(cloud, [])
     file = signature_file(path)
     given = _signature(file)
+    # A policy that knows some clouds is meant to know all of them.
     if certificates and not known:
         names = ", ".join(sorted(certificates))
         raise SealError(
             f"this cloud's policy has no certificate of {cloud}; it has some of {names}"
         )
     if not given:
+        # Not signed is as bad as signed by another, once a certificate is known.
         if known:
             raise SealError(f"not signed, and this cloud's policy has a certificate of {cloud}")
         return "not signed"
     if not known:
         return f"signed, but no certificate of {cloud} is in this cloud's policy to check it by"
+    # A cloud may have changed its certificate, and the record be of before.
     for certificate in known:
         if certificate.fingerprint == given.get("certificate"):
             try:
@@ -271,6 +282,7 @@ def _signer(
 
 def _pairs(sender: _Record, receiver: _Record) -> Iterator[ComparedCount]:
     of_sender = {one.attempt: one for one in sender.attempts}
+    # Attempt by attempt: a cut one explains why counts differ in it.
     of_receiver = {one.attempt: one for one in receiver.attempts}
     for attempt in sorted(of_sender.keys() | of_receiver.keys()):
         out = of_sender.get(attempt)
@@ -284,6 +296,7 @@ def _pairs(sender: _Record, receiver: _Record) -> Iterator[ComparedCount]:
                 receiver=f"{receiver.cloud} rank {receiver.rank}",
                 kind=kind,
                 sent=None if out is None else sent.get(kind, Counted()),
+                # No record of the attempt is not the same as a record of nothing.
                 received=None if into is None else received.get(kind, Counted()),
                 is_cut=is_cut,
             )
@@ -345,6 +358,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(as_json(found) if given.json else in_words(found))
         return 0 if found.agrees else 1
     check_is_folder(given.run_dir)
+    # The joined audit is written into the folder.
     with owned(given.run_dir):
         audit = join_audit(given.run_dir)
     say(json.dumps(compact(audit), indent=1) if given.json else as_table(audit))

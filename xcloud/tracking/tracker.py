@@ -179,6 +179,7 @@ class MlflowSender(threading.Thread, Recording):
         self._until: dict[str, int] = {}  # the last step that was read, of each curve
         self._started_at_s = time.time()
         self._load_due_s = 0.0
+        # Set by `finish`, from the thread that follows the run.
         self._closing = threading.Event()
         self._thinner = Thinner(points=tracker.points, num_steps=run.num_steps)
         self._waiting: deque[tuple[str, Callable[[], object]]] = deque()
@@ -237,9 +238,11 @@ class MlflowSender(threading.Thread, Recording):
 
     def run(self) -> None:
         prepare_environment()
+        # Its first value is of no time at all.
         psutil.cpu_percent()  # each call is of the time since the thread's one before
         retry_at_s = 0.0
         while not self._closing.wait(self._tracker.flush_s):
+            # While the store is down the thread reads no events: the file is the backlog.
             if time.monotonic() >= retry_at_s and not self._deliver():
                 retry_at_s = time.monotonic() + RETRY_AFTER_S
         # One more attempt if the store is known to be down, three for a hiccup at the very end.
@@ -254,6 +257,7 @@ class MlflowSender(threading.Thread, Recording):
             if self.run_id is None:
                 self._create_run()
             self._read_load()
+            # What waits is sent first, in order; then more is read.
             while self._waiting or self._read(last):
                 what, send = self._waiting[0]
                 try:
@@ -261,6 +265,7 @@ class MlflowSender(threading.Thread, Recording):
                 except Exception as error:
                     if not _is_refusal(error):  # else it is noted and dropped
                         raise
+                    # A refusal comes again however often it is sent.
                     self._refused.append(what)
                     self._warn(f"{what}: {error}")
                 self._waiting.popleft()
@@ -423,6 +428,7 @@ class MlflowSender(threading.Thread, Recording):
         settings, sizes and what the corpus is known by, not of private text."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
+        # A run's data sets stay what they were.
         if self._client.get_run(self.run_id).inputs.dataset_inputs:
             return  # an earlier attempt's
         given = self._run.params.items()
@@ -454,6 +460,7 @@ class MlflowSender(threading.Thread, Recording):
         test_set = (f"{corpus}, test"[:500], data.get("digest")) if data else (None, None)
         metrics = []
         for value in values:
+            # Only scores are of the test set.
             name, digest = test_set if value.key in scores else (None, None)
             if value.key in (*scores, *COSTS, "compression_ratio"):
                 metrics.append(Metric(*value, model.model_id, name, digest, self.run_id))
@@ -489,6 +496,7 @@ def run_named_by(file: Path, store: Store, client: Any) -> dict[str, Any]:
     which was made for both.
     """
     tracked = read_json(file)
+    # A folder from elsewhere may name a run of somebody else.
     if tracked.get("store") != store.tracking_uri or not tracked.get("token"):
         return {}
     try:
@@ -524,6 +532,7 @@ def add_figures(run_dir: Path, tracker: Tracker, figures: Mapping[str, float]) -
         for name, value in figures.items():
             key = legal_name(name)
             there = client.get_metric_history(tracked["run_id"], key)
+            # Behind the last value that is there, so that a table shows this one.
             last = max([step, *(metric.step for metric in there)])
             client.log_metric(tracked["run_id"], key, value, step=last)
     except Exception as error:  # whatever MLflow raises: the scores are in the run folder
