@@ -22,6 +22,7 @@ from xcloud.comm.low_rank import Svd
 from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import TopK
 from xcloud.contracts.model import Batch, StageOutput
+from xcloud.feature_list import all_features
 from xcloud.features.activation_cache import feature
 from xcloud.features.activation_cache.cache import (
     CachingChannel,
@@ -265,3 +266,13 @@ def test_a_frozen_bottom_may_be_kept() -> None:
 
     assert found.cached_boundaries == [0]  # type: ignore[attr-defined]
     assert "keeps up to 10 MB of frozen rows" in found.headline
+
+
+def test_a_trial_runs_without_features_by_the_values_that_mean_none() -> None:
+    found = {}
+    for one in all_features():
+        found |= one.left_out_of_trials
+    assert found == {
+        "security.meter": None, "security.privacy": None, "autopilot": None,
+        "training.activation_cache_mb": 0, "training.patches.every": 0,
+    }  # fmt: skip

@@ -69,6 +69,24 @@ def test_a_producer_that_falls_silent_is_told_once_and_again_when_it_sends(
     assert len(first.events) == 4 and first.events[3]["state"] == "active"
 
 
+def test_who_has_nothing_to_take_waits_until_a_producer_is_ready_or_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told = Told()
+    told.plan.state = [Presence.ABSENT, Presence.DEAD]
+    ends: list[bool] = []
+
+    def wait(timeout_s: float, until: Any) -> None:
+        assert 0 < timeout_s < 1
+        ends.append(until())
+        told.inbox.set_ready(0)
+        ends.append(until())
+
+    monkeypatch.setattr(told.inbox, "wait", wait)
+    told.inbox.set_ended(1, "gone long ago")
+    assert told.intake.collect(1, told.plan.round()) == [] and ends == [False, True]
+
+
 def test_a_step_takes_what_has_come_and_does_without_what_an_ended_producer_owes() -> None:
     told = Told()
     told.plan.orders()
