@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from hydra_plugins.xcloud_launcher import SweepLauncher
 from omegaconf import OmegaConf
 
 from tests import slurm
+from tests.owners import Owners, address
 from tests.runs import ROOT, wait_for
 from tests.sweep_runs import points, write_run
 from xcloud.base.errors import ConfigError, RunFailed
@@ -286,3 +288,45 @@ def test_jobs_of_this_machine_survive_the_command_that_started_them(tmp_path: Pa
     assert sweep(folder, environment, *words).wait(200) == 0
     assert finished(folder) == 2
     assert {json.loads(path.read_text())["id"] for path in folder.glob("*/job.json")} == ids
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+def test_the_batch_script_saves_when_slurm_warns_it_and_goes_on_in_its_queue(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    more = ["training.max_steps=1500", "training.checkpoint.every_steps=100"]
+    owners = Owners(tmp_path, [address("cloud_b"), *more])
+    jobs = {}
+    for cloud in owners.clouds:
+        files = tmp_path / f"owner_{cloud}"
+        shutil.copy(owners.file, files)
+        given = {
+            "CLOUD": cloud, "FILES": files, "XCLOUD": sys.prefix, "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": environment["PYTHONPATH"],
+        }  # fmt: skip
+        words = [
+            "sbatch", "--parsable", f"--chdir={files}", "--cpus-per-task=1", "--gpus-per-node=0",
+            "--export=" + ",".join(f"{name}={value}" for name, value in given.items()),
+            str(ROOT / "deploy/xcloud.sbatch"),
+        ]  # fmt: skip
+        jobs[cloud] = slurm.asked(words, environment).strip()
+
+    def said() -> str:
+        logs = sorted(tmp_path.glob("owner_*/*.log"))
+        return f"{jobs}" + "".join(f"\n{path.name}\n{path.read_text()}" for path in logs)
+
+    def queued() -> set[str]:
+        return {*slurm.asked(["squeue", "-h", "-o", "%i"], environment).split()}
+
+    run_dir = tmp_path / "owner_cloud_a/run-cloud_a"
+    wait_for(lambda: [*run_dir.glob("checkpoints/*")] != [] or queued() < {*jobs.values()}, 300)
+    assert queued() == {*jobs.values()}, said()
+    warned = ["scancel", "--signal=USR1", "--batch", jobs["cloud_a"]]  # as 300 s before its end
+    assert not slurm.asked(warned, environment)
+    wait_for(lambda: not queued(), 900)
+    for job in jobs.values():
+        shown = slurm.asked(["scontrol", "show", "job", job], environment)
+        assert "Restarts=1 " in shown and "JobState=COMPLETED" in shown, shown + said()
+    assert '"event":"resume"' in (run_dir / "events.jsonl").read_text().replace(" ", "")
