@@ -1,15 +1,17 @@
 """A quarter of an hour on one GPU: what a rank does there, beside a plain loop of transformers and
 peft, and what a line takes from it.
 
-    python -m benchmarks.gpu_quarter --json gpu.json [--parts tests lora cut kernels codecs]
+    python -m benchmarks.gpu_quarter --json gpu.json [--parts tests lora cut …]
     python -m benchmarks.gpu_quarter --toy --json toy.json      # all parts but the tests, any CPU
 
 Weights are drawn in the shapes of known models, so nothing is downloaded. Parts, in this order:
 tests of the GPU; LoRA on three shapes, bf16 and nf4, here and in a plain loop of the same sitting
 (tokens a second, share of the peak rate, peak memory); the smallest shape cut over two ranks, on a
 free line and on 100 Mbit/s in INT4; attention over packed texts and the loss over a vocabulary, by
-torch's kernels and ours; codecs. Each figure is written as soon as it is known. A part that fails
-is written with its reason, the others go on, and the command ends with exit code 1.
+torch's kernels and ours; codecs; an update of AdamW, fused and not; a frame that leaves the GPU,
+as today and on a stream of its own beside products: the figures that decision 0023 waits for. Each
+figure is written as soon as it is known. A part that fails is written with its reason, the others
+go on, and the command ends with exit code 1.
 
 Bars, whose shares stand last in the file: LoRA here >= 0.8 of the plain loop; cut on a free line
 >= 0.85 of one process; INT4 at 100 Mbit/s >= 0.9 of the free line.
@@ -41,10 +43,10 @@ from xcloud.models.causal_network import Lora, blocks_of, config_of, give_memory
 from xcloud.models.causal_stage import CausalStage, chunked_cross_entropy
 from xcloud.models.frozen_weights import FrozenMatrix, WeightFormat, keep_matrices
 from xcloud.models.stages import LABEL, TEXT, TYPES
-from xcloud.net.frame import TensorSpec
+from xcloud.net.frame import Kind, MessageKey, TensorSpec, encode_frame
 from xcloud.pipeline.settings import Optimizer, autocast_for
 
-PARTS = ("tests", "lora", "cut", "kernels", "codecs")
+PARTS = ("tests", "lora", "cut", "kernels", "codecs", "adamw", "copies")
 DENSE_BF16_FLOP_PER_S = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 FLOP_PER_WEIGHT = 4  # of a frozen weight and token: forward, and the gradient of its input
 TRIALS = 5
@@ -365,6 +367,66 @@ def codecs(sizes: Sizes) -> Iterator[tuple[str, Any]]:
         yield codec.label, {"pack_gb_per_s": num_gb / pack_s, "unpack_gb_per_s": num_gb / unpack_s}
 
 
+def adamw(sizes: Sizes) -> Iterator[tuple[str, Any]]:
+    """Yield seconds of an update of the smallest shape's LoRA, fused as it is built, and not."""
+    stage = own_stage(next(iter(sizes.shapes.values())), "bfloat16", sizes.device)
+    trained = [p for p in stage.parameters() if p.requires_grad]
+    for parameter in trained:
+        parameter.grad = torch.randn_like(parameter)
+    built = Optimizer().build(stage)
+    plain = torch.optim.AdamW(trained, lr=1e-4, fused=False, foreach=False)
+    for name, optimizer in (("as built", built), ("a tensor at a time", plain)):
+        figure = {"s": median_s(optimizer.step, sizes.device)}
+        yield f"AdamW, {name}", {**figure, "fused": bool(optimizer.defaults["fused"])}
+
+
+def copies(sizes: Sizes) -> Iterator[tuple[str, Any]]:
+    """Yield seconds of a frame that leaves the device, as it does today, and through pinned memory
+    on a stream of its own; and of both beside products that take about as long."""
+    device = sizes.device
+    rows = torch.randn(sizes.rows, sizes.features, device=device)
+    key = MessageKey(Kind.ACTIVATION, step=1, micro_batch=0)
+    frame_s = median_s(lambda: encode_frame(key, parts=(rows,), sequence=1), device)
+    num_gb = rows.numel() * rows.element_size() / 1e9
+    yield "a frame, as today", {"s": frame_s, "gb_per_s": num_gb / frame_s}
+    if device.type != "cuda":
+        yield "a frame, pinned, on a stream of its own", {"left_out": "it needs a GPU"}
+        return
+    pinned = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+    stream = torch.cuda.Stream()
+
+    def copy() -> None:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            pinned.copy_(rows, non_blocking=True)
+        rows.record_stream(stream)
+
+    pinned_s = median_s(copy, device)
+    yield "a frame, pinned, on a stream of its own", {"s": pinned_s, "gb_per_s": num_gb / pinned_s}
+    square = torch.randn(sizes.features, sizes.features, device=device)
+    product_s = median_s(lambda: rows @ square, device)
+    num_products = max(1, round(frame_s / product_s))
+
+    def compute() -> None:
+        for _ in range(num_products):
+            rows @ square
+
+    def beside(leave: Callable[[], object]) -> Callable[[], None]:
+        def both() -> None:
+            leave()
+            compute()
+
+        return both
+
+    computing_s = median_s(compute, device)
+    today_s = median_s(beside(lambda: encode_frame(key, parts=(rows,), sequence=1)), device)
+    apart_s = median_s(beside(copy), device)
+    yield "products alone", {"s": computing_s}
+    for name, both_s, alone_s in (("today", today_s, frame_s), ("pinned", apart_s, pinned_s)):
+        hidden = (computing_s + alone_s - both_s) / alone_s
+        yield f"products and a frame, {name}", {"s": both_s, "share_hidden": hidden}
+
+
 def tests(sizes: Sizes) -> Iterator[tuple[str, Any]]:
     if sizes.device.type != "cuda":
         yield "pytest -m gpu", {"left_out": "they need a GPU"}
@@ -404,7 +466,7 @@ def main() -> None:
     if sizes.device.type == "cuda":
         table["gpu"] = torch.cuda.get_device_name()
     failed = []
-    parts = {"tests": tests, "lora": lora, "cut": cut, "kernels": kernels, "codecs": codecs}
+    parts = dict(zip(PARTS, (tests, lora, cut, kernels, codecs, adamw, copies), strict=True))
     for name in given.parts:
         began_at_s = time.perf_counter()
         figures = table[name] = dict[str, Any]()

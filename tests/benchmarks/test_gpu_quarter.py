@@ -30,6 +30,7 @@ def test_bars_are_shares_of_two_figures_that_are_both_there() -> None:
 
 @pytest.mark.slow
 @pytest.mark.nightly
+@pytest.mark.timeout(1800)
 def test_all_parts_run_with_toy_shapes(tmp_path: Path) -> None:
     file = tmp_path / "toy.json"
     command = [sys.executable, "-m", "benchmarks.gpu_quarter", "--toy", "--json", str(file)]
