@@ -61,6 +61,8 @@ class ActivationCache:
             num_bytes = sum(tensor.nbytes for tensor in message.values())
             if sample in self._ids:
                 continue
+            # Nothing is ever put out to make room: both ends must decide alike from the messages
+            # alone, and with samples drawn in a new order each epoch no choice is better.
             if self.num_bytes + num_bytes > self.max_bytes:
                 self.refused.add(sample)
                 continue
@@ -95,32 +97,30 @@ class CachingChannel(ReceiveChannel):
         self._messages: dict[int, Message] = {}
 
     def recv(self, key: MessageKey, samples: Samples, known: Message = NOTHING_KNOWN) -> Message:
+        # Ids count within a split: sample 3 of an evaluation is not sample 3 of training.
         if key.kind is Kind.EVALUATION:
             return super().recv(key, samples, known)
         missing = self.kept.missing(samples["ids"])
-        came: dict[int, Message] = {}
+        came: dict[int, Message] = {}  # by position in the micro-batch
         if len(missing):
             part = samples_at(samples, positions=missing)
             message = super().recv(key, part, known)
             each = by_sample(message, fields=self.fields, samples=part)
             for n in self.kept.note(part["ids"], each):
+                # `each` holds views, which would keep the rows of the whole message alive.
                 own = {name: value.to("cpu", copy=True) for name, value in each[n].items()}
                 self._messages[int(part["ids"][n])] = own
             if len(missing) == len(samples["ids"]):
                 return message
             came = dict(zip(missing.tolist(), each, strict=True))
         with self.clock.during("decompress"):
-            ids = enumerate(samples["ids"].tolist())
-            each = [came.get(n) or self._kept_of(sample) for n, sample in ids]
-            return joined(each)
-
-    def _kept_of(self, sample: int) -> Message:
-        """Return the message of a sample that is kept."""
-        message = self._messages[sample]
-        return {
-            name: bring(value, device=self.device) if value.is_floating_point() else value
-            for name, value in message.items()
-        }
+            for n, sample in enumerate(samples["ids"].tolist()):
+                # Row counts stay on the host, which needs them to split the rows.
+                came[n] = came.get(n) or {
+                    name: bring(value, device=self.device) if value.is_floating_point() else value
+                    for name, value in self._messages[sample].items()
+                }
+            return joined([came[n] for n in range(len(came))])
 
 
 class ActivationCaches(dict[tuple[int, int], ActivationCache]):
@@ -157,6 +157,8 @@ def activation_caches(
             if rank not in (sender, receiver) or layout.wan_between(sender, peer=receiver) is None:
                 continue
             share = max_bytes // sum(other == receiver for _, other in pairs)
+            # Sender and receiver each build a cache of their own under the other's number, of the
+            # same size, so that they refuse the same samples.
             peer = receiver if rank == sender else sender
             caches[stage, peer] = ActivationCache(share)
     return caches
@@ -188,17 +190,20 @@ class CachingPipeline(Pipeline):
             return super()._forward(action, batch, received, now, weights)
         missing = kept.missing(batch["ids"])
         if not len(missing):
+            # No message leaves and no gradient is due: before a constant boundary nothing is
+            # trained, so the backward of this micro-batch has nothing to do either.
             return InFlight(batch, received=None, send=None, loss=None, weights=weights)
         if received is not None:
             fields = self.ports[stage - 1].boundary.fields
-            received = message_at(received, fields, samples=batch, positions=missing)
+            each = by_sample(received, fields, samples=batch)
+            received = joined([each[n] for n in missing.tolist()])
         batch = samples_at(batch, positions=missing)
         work = super()._forward(action, batch, received, now, weights)
         assert work.send is not None
-        kept.note(
-            batch["ids"],
-            by_sample(work.send, fields=self.ports[stage].boundary.fields, samples=batch),
-        )
+        # The sender counts what the receiver decodes (`work.send` has the same shapes), not the
+        # compressed bytes: that is what the receiver keeps.
+        fields = self.ports[stage].boundary.fields
+        kept.note(batch["ids"], by_sample(work.send, fields, samples=batch))
         return work
 
 
@@ -234,11 +239,3 @@ def by_sample(
 def joined(messages: Sequence[Message]) -> Message:
     """Join the messages of single samples into one. `by_sample` undoes it."""
     return {name: torch.cat([m[name] for m in messages]) for name in messages[0]}
-
-
-def message_at(
-    message: Message, fields: Sequence[BoundaryField], samples: Samples, positions: Tensor
-) -> Message:
-    """Return what the message says of the samples at these positions, at least one."""
-    each = by_sample(message, fields, samples)
-    return joined([each[n] for n in positions.tolist()])

@@ -64,6 +64,8 @@ def kept_stages_whole(job: PipelineJob) -> Conflict | None:
     """
     last = max(job.cached_boundaries, default=-1)
     for name in sharding_clouds(job):
+        # Every stage up to the last cached boundary leaves out samples, also those that lie
+        # behind an earlier one.
         if min(job.cluster.clouds[name].stages or ()) <= last:
             what = f"the ranks of cluster.clouds.{name}, which has shard, must compute in step"
             return Conflict(setting=what, remedy="leave shard out")

@@ -25,10 +25,11 @@ def over_epochs(
     layout = pricer.arranged[plan.strategy].replicas[0]
     b = pricer.samples(plan)
     missing = dict[int, float]()
-    for stage in pricer.silent_boundaries(plan):
+    for stage in pricer.silent_boundaries(plan):  # those behind which no gradient returns
         if layout.stage_cloud(stage) == layout.stage_cloud(stage + 1):
             continue
         rows, _ = pricer.directions_at(NO_COMPRESSION, plan.ends[stage], b)  # kept as decoded
+        # Each rank behind the boundary keeps max_bytes of the samples that come to it.
         num_ranks = len(layout.ranks_of(stage + 1)) * len(pricer.arranged[plan.strategy].replicas)
         fitting = num_ranks * max_bytes / max(1.0, rows.num_bytes / b)
         missing[stage] = max(0.0, 1 - fitting / num_samples)

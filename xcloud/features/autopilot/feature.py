@@ -10,7 +10,7 @@ from typing import Any
 from xcloud.base.errors import ConfigError
 from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import Selectable
-from xcloud.features.autopilot.pilot import RunPilot, pilot_of
+from xcloud.features.autopilot.pilot import RunPilot, forecast_of
 from xcloud.features.autopilot.settings import Autopilot
 from xcloud.job.job import PipelineJob
 from xcloud.job.needs import Conflict, FeatureUse, no_plan, one_pipeline, one_update_at_a_time
@@ -80,6 +80,8 @@ def schedules_of(
 
     given: Any = own
     flights = [own, *(replace(given, num_in_flight=number) for number in autopilot.in_flight)]
+    # Whoever sets in_flight accepts the memory of the largest of these; a choice made during the
+    # run must never be the first to need more. 1e-9: shares are sums of 1 / m.
     allowed = max(share(schedule) for schedule in flights) + 1e-9
     schedules: dict[tuple[object, ...], Schedule] = {}
     for m in (own.num_micro_batches, *autopilot.micro_batches):
@@ -92,6 +94,7 @@ def schedules_of(
                 "once (autopilot.in_flight)"
             )
         for schedule in fitting:
+            # Two settings can give one order of actions (more in flight than micro-batches).
             schedules.setdefault(tuple(order(schedule, stage=0)), schedule)
     return list(schedules.values())
 
@@ -134,4 +137,9 @@ class AutopilotAtRank(FeatureAtRank):
     """The autopilot of one rank: it switches compression and schedule."""
 
     def hook(self, built: BuiltRank, trainer: Trainer) -> RunPilot:
-        return pilot_of(built.context, trainer, wiring=built.wiring)
+        context = built.context
+        # Rank 0 alone decides, so only it times the codecs of all choices.
+        forecast = forecast_of(context.job, context.device) if context.rank == 0 else None
+        return RunPilot(
+            context.job, built.wiring, trainer, reporter=context.reporter, forecast=forecast
+        )

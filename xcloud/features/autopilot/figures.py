@@ -13,14 +13,10 @@ def _switches(events: list[Event]) -> dict[str, Any]:
     return {"autopilot": [{name: event[name] for name in names} for event in events]}
 
 
-def _notice(event: Event) -> str:
-    return f"after step {event['step']} {event['choice']}; {event['reason']}"
-
-
 SWITCHES = FeatureFigure(
     kinds=("autopilot",),
     in_summary=_switches,
-    notice=_notice,
+    notice=lambda event: f"after step {event['step']} {event['choice']}; {event['reason']}",
     mark=lambda event: str(event["choice"]),
     is_of_steps=True,
 )

@@ -28,7 +28,6 @@ from xcloud.pipeline.hook import StepReport
 from xcloud.pipeline.line_meter import LineMeters
 from xcloud.pipeline.trainer import Trainer
 from xcloud.pipeline.wiring import Wiring
-from xcloud.rank.role import RankContext
 from xcloud.rank.switching import Switching
 from xcloud.record.reporter import Reporter
 from xcloud.simulator.codec_timer import time_codec
@@ -36,28 +35,13 @@ from xcloud.simulator.costs import Direction
 
 KINDS = {"forward": Kind.ACTIVATION, "backward": Kind.GRADIENT}
 MAX_ROWS = 4096  # of a tensor that codecs are timed on: what they take is counted for each byte
-_FREE_BITS_PER_S = 1e15
+_FREE_BITS_PER_S = 1e15  # of a line that kept no message waiting: as good as none at all
 _MEASURED = ("seconds of the main thread, bytes, messages, seconds and delay of the line float64",)
 _CHOSEN = ("the autopilot's choice uint8",)
 
 
-def pilot_of(context: RankContext[PipelineJob], trainer: Trainer, wiring: Wiring) -> RunPilot:
-    """Return what changes the rank's compression and schedule while it trains."""
-    forecast = forecast_of(context.job, device=context.device) if context.rank == 0 else None
-    return RunPilot(context.job, wiring, trainer, reporter=context.reporter, forecast=forecast)
-
-
 class RunPilot(Switching):
-    """The hook of a rank that measures, decides (rank 0) and switches while a run goes on.
-
-    Measures are sums since the start, in a table: [seconds of the main thread, those it computed],
-    then for each boundary and direction [bytes, messages, seconds on the line, delay]. Rank 0,
-    which has the forecast, takes differences between two looks. Measures travel ahead of a
-    leader's norm, the choice behind rank 0's reply.
-
-    The sender tells an emulated line's seconds, the receiver those of a real one (LineMeter). The
-    delay is the latency of a message; of a real line, plus what both clocks differ by.
-    """
+    """The hook of a rank that measures, decides (rank 0) and switches while a run goes on."""
 
     name = "autopilot"
 
@@ -78,6 +62,7 @@ class RunPilot(Switching):
         self._sums = trainer.sums
         layout = job.cluster
         crossed = filter(layout.leaves_cloud, range(layout.num_stages - 1))
+        # A boundary's forward row stands right before its backward row: _since relies on it.
         self._rows = {way: row for row, way in enumerate(product(crossed, DIRECTIONS), 1)}
         self._spent_s = torch.zeros(2, dtype=torch.float64)  # in all updates before this one
         self._last: dict[int, Tensor] = {}
@@ -91,6 +76,8 @@ class RunPilot(Switching):
             return
         mine = self.measured()
         (first, *others) = sums.leaders
+        # Measures travel ahead of a leader's norm of the update, over the same link, and the
+        # choice (after_update) behind rank 0's reply to it.
         if sums.rank != first:
             sums.out[first].send(key, (mine,), _MEASURED)
             return
@@ -113,11 +100,9 @@ class RunPilot(Switching):
             for leader in others:
                 sums.out[leader].send(key, (choice,), _CHOSEN)
         elif sums.rank in others:
-            choice = like(
-                choice,
-                parts=sums.incoming[first].recv(key, overdue_s=sums.overdue_s),
-                sender=first,
-            )
+            parts = sums.incoming[first].recv(key, overdue_s=sums.overdue_s)
+            choice = like(choice, parts, sender=first)
+        # The ranks that share a stage have no link to rank 0; their leader passes the choice on.
         for stage in self._trainer.stages.values():
             choice = stage.group.from_leader(choice)
         if int(choice) != in_force:
@@ -130,8 +115,11 @@ class RunPilot(Switching):
 
     def measured(self) -> Tensor:
         """Return this rank's sums since the start: a row for itself, then one for each way."""
+        # Row 0: seconds of the main thread, and those that it computed. Others: bytes, messages,
+        # seconds on the line, delay. Rank 0 takes differences between two looks.
         sums = torch.zeros(1 + len(self._rows), 4, dtype=torch.float64)
         sums[0, :2] = self._spent_s + self._of_this_update()
+        # The sender knows the seconds of an emulated line, the receiver those of a real one.
         for channel in self._wiring.boundaries.wan_sends:
             row = sums[self._rows[channel.identity.boundary, channel.identity.direction]]
             kind = KINDS[channel.identity.direction]
@@ -144,7 +132,7 @@ class RunPilot(Switching):
         for identity, line_s in meters.line_s.items():
             row = sums[self._rows[identity.boundary, identity.direction]]
             row[2] += line_s
-            row[3] = meters.by_sender[identity.sender].delay_s
+            row[3] = meters.by_sender[identity.sender].delay_s  # latency + difference of clocks
         return sums
 
     def decide(self, step: int, measured: Mapping[int, Tensor]) -> int | None:
@@ -188,7 +176,7 @@ class RunPilot(Switching):
     def _since(self, before: Mapping[int, Tensor], updates: int) -> Measured:
         """Return what an update has taken on average since the last look."""
         layout = self._layout
-        leaders = self._layout.leader_of()
+        leaders = layout.leader_of()  # by stage; a rank may lead several, and shares its seconds
         grown = {rank: now - before[rank] for rank, now in self._last.items()}
         compute_s = [float(grown[rank][0, 1]) / updates / leaders.count(rank) for rank in leaders]
         # Whoever is at neither end of a boundary tells nothing of it.
@@ -202,18 +190,16 @@ class RunPilot(Switching):
             there = layout.stage_cloud(boundary + 1)
             way = (here, there) if direction == "forward" else (there, here)
             if not told[row, 1]:
-                continue
+                continue  # no message: samples that are kept, or a gradient that never returns
             sent[boundary, direction] = float(told[row, 0] / told[row, 1])
-            sums[way] += told[row, :3]
+            sums[way] += told[row, :3]  # several boundaries may share the line of two clouds
             if direction == "backward":  # there and back what clocks differ by drops out
                 both_s = max(0.0, delays_s[row - 1] + delays_s[row])
                 latency_s |= dict.fromkeys([way, way[::-1]], both_s / 2)
-        lines = {
-            way: LinkProfile(
-                bandwidth_bits_per_s=_bits_per_s(*own.tolist()), latency_s=latency_s.get(way, 0.0)
-            )
-            for way, own in sums.items()
-        }
+        lines = {}
+        for way, own in sums.items():
+            bandwidth = _bits_per_s(*own.tolist())
+            lines[way] = LinkProfile(bandwidth, latency_s=latency_s.get(way, 0.0))
         return Measured(
             step_s=float(grown[0][0, 0]) / updates,
             compute_s=compute_s,
@@ -267,11 +253,11 @@ def forecast_of(job: PipelineJob, device: torch.device) -> Forecast:
     crossed = [(n, own) for n, own in job.boundaries.items() if layout.leaves_cloud(n)]
     codecs = []
     for choice in job.compression.choices.values():
-        each = (
-            (n, codec_costs(boundary, choice, num_samples=rows, device=device))
-            for n, boundary in crossed
-        )
-        codecs.append({(n, direction): costs for n, of in each for direction, costs in of})
+        costs = {}
+        for n, boundary in crossed:
+            for direction, own in codec_costs(boundary, choice, num_samples=rows, device=device):
+                costs[n, direction] = own
+        codecs.append(costs)
     return Forecast(
         schedules=job.schedules,
         layout=layout,
@@ -293,6 +279,8 @@ def codec_costs(
     ):
         compressed = [field for field in fields if field.is_compressed]
         if compressed:
+            # The largest tensors that can come: texts of one batch are as long as they are, and
+            # the forecast scales what is timed here by bytes.
             most = max(f.max_rows(num_samples, boundary.max_rows_per_sample) for f in compressed)
             specs = [field.spec(min(MAX_ROWS, most)) for field in compressed]
             yield direction, time_codec(compressor, specs, device)

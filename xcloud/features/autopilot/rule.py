@@ -47,11 +47,6 @@ class Forecast:
 
         predicted(c) = measured + simulated(c) - simulated(in force)
 
-    What the simulator leaves out (other ranks on the machine) is the same for all choices and
-    drops out. A backward counts twice a forward. Computing takes as long as when so many
-    micro-batches were last in force. With a number not tried yet it takes as long as now, and for
-    each micro-batch more what it has cost more between those tried.
-
     A choice is a schedule and a compression: number // len(codecs) and number % len(codecs).
 
     schedules: the run's own first.
@@ -83,6 +78,8 @@ class Forecast:
             for program in self._programs
             for codec in self.codecs
         ]
+        # What the simulator leaves out (other ranks on the machine) is the same for all choices:
+        # in a difference it drops out.
         return [max(0.0, measured.step_s + s - simulated[in_force]) for s in simulated]
 
     def _computing_s(self, stage: int, now: int, then: int) -> float:
@@ -90,6 +87,8 @@ class Forecast:
         seen = {m: of_stages[stage] for m, of_stages in self._compute_s.items()}
         if then in seen:
             return seen[then]
+        # A number not tried yet takes as long as now, and for each micro-batch more what one has
+        # cost more between those tried, which is nothing as long as only one was.
         min_seen = min(seen)
         max_seen = max(seen)
         each_s = 0.0
@@ -103,10 +102,14 @@ class Forecast:
         then = program.schedule.num_micro_batches
         stages = range(program.num_stages)
         ranks = [len(program.layout.ranks_of(stage)) for stage in stages]
+        # Seconds of one forward of one micro-batch. Each rank computes only its own share of
+        # them, and a backward counts twice a forward, hence the 3.
         each_s = [
             self._computing_s(s, now, then) * ranks[s] / program.num_passes / then / 3
             for s in stages
         ]
+        # A codec was timed on messages of one size. What was measured, over what the codec in
+        # force makes of that size, is how much larger those of this run are.
         ways = {
             key: codec[key].times(size / own[key].num_bytes * now / then)
             for key, size in measured.sent_bytes.items()
@@ -141,16 +144,7 @@ def numbers(state: State, name: str) -> Tensor:
 
 
 class Rule:
-    """A rule that chooses only what is worth it, confirmed and lasting; its settings: Autopilot.
-
-    Looks that promise more count for more: the logarithms of what a choice gains in looks in a row
-    must add up to those of `confirm` looks at just `worth`. One look never does, unless confirm is
-    1.
-
-    Small messages may make a slow line look free, so that two choices call for each other without
-    end. So a choice lasts twice as long as the one before it if it is a return, within twice the
-    updates that this had to last, to the choice before that one.
-    """
+    """A rule that chooses only what is worth it, confirmed and lasting."""
 
     def __init__(self, settings: Autopilot) -> None:
         self._settings = settings
@@ -168,8 +162,11 @@ class Rule:
         settings = self._settings
         gained = self._gained or [0.0] * len(predicted_s)
         gains = [predicted_s[in_force] / max(s, 1e-9) for s in predicted_s]
+        # Looks that promise more count for more: the logarithms of what a choice gains in looks
+        # in a row must add up to those of `confirm` looks at just `worth`. One look counts for
+        # half of that at most, so one alone never does, unless confirm is 1.
         enough = settings.confirm * math.log(settings.worth) * (1 - 1e-9)
-        max_gain = enough / min(settings.confirm, 2)  # that one look counts for
+        max_gain = enough / min(settings.confirm, 2)
         self._gained = [
             total + min(math.log(gain), max_gain) if gain > settings.worth else 0.0
             for total, gain in zip(gained, gains, strict=True)
@@ -178,6 +175,8 @@ class Rule:
         lasted = step + 1 - since_step
         if self._gained[best] < enough or (since_step and lasted < self._dwell):
             return None
+        # Small messages may make a slow line look free, so that two choices call for each other
+        # without end. A choice that soon returns to the one before therefore lasts twice as long.
         returns_soon = best == self._before and lasted < 2 * self._dwell
         self._dwell = 2 * self._dwell if returns_soon else settings.dwell
         self._before = in_force

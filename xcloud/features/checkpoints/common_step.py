@@ -12,6 +12,9 @@ from collections.abc import Callable, Mapping
 
 from xcloud.base.errors import ConfigError
 
+# What RankCheckpoints.table (resume.py) writes of a step.
+_LINE = re.compile(r"ok (agreed|written) \d+( .*)?|bad (agreed|written) .+")
+
 
 def newest_common(
     tables: Mapping[int, Mapping[str, str]], name_of: Callable[[int], str]
@@ -22,11 +25,17 @@ def newest_common(
         unexpected is dropped.
     Raises ConfigError where an agreed checkpoint would silently be lost.
     """
+    # Tables come from other clouds: a key of a thousand digits must cost nobody anything.
     steps = {int(s) for held in tables.values() for s in held if s.isdecimal() and len(s) < 16}
     passed: list[str] = []
     table: dict[bool, dict[int, dict[int, str]]] = {True: {}, False: {}}  # by whether it is agreed
     for step in sorted(steps, reverse=True):
-        lines = {rank: _line(held.get(str(step), "")) for rank, held in tables.items()}
+        lines = {rank: held.get(str(step), "") for rank, held in tables.items()}
+        lines = {
+            r: t if _LINE.fullmatch(t) else "bad written it has none" for r, t in lines.items()
+        }
+        # Rank 0 of a one-way job names who had a shard. A producer that was lost before has none,
+        # and must not keep the others from this step.
         had_part = re.fullmatch(r"ok agreed \d+ ([\d,]+)", lines.get(0, ""))
         if had_part:
             lines = {r: line for r, line in lines.items() if str(r) in had_part[1].split(",")}
@@ -45,11 +54,6 @@ def newest_common(
             "missing files back, or move the folder `checkpoints` of every cloud away to restart"
         )
     return 0, ""
-
-
-def _line(text: str) -> str:
-    is_one = re.fullmatch(r"ok (agreed|written) \d+( .*)?|bad (agreed|written) .+", text)
-    return text if is_one else "bad written it has none"
 
 
 def _wrong(lines: Mapping[int, str], name_of: Callable[[int], str]) -> list[str]:

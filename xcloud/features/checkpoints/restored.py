@@ -27,6 +27,7 @@ def check_facts(context: RankContext[Any], facts: InputDigests) -> None:
         holder = RankCheckpoints(
             folder, rank=context.rank, places=context.job.places, settings=context.settings
         )
+        # A producer that was lost before may restart from nothing: then it has no facts to keep.
         if own := holder.own_step(step):
             holder.check_facts(own, facts)
 
@@ -50,6 +51,7 @@ def restored(
     step = context.verdict.from_step
     folder = CheckpointFolder(context.run_dir)
     if rank not in job.roster.saving:
+        # A rank that saves nothing has a Checkpointer, too, which is never due.
         never = Checkpoints(every_steps=0, every_minutes=0)
         writer = CheckpointWriter(folder, rank, about={})
         return Checkpointer(
@@ -66,7 +68,9 @@ def restored(
         load_states(states, state, owner=f"rank {rank}")
     elif job.checkpoint.are_made:
         bytes_to_copy(lambda: states_of(states))  # digests are made here, not between updates
+    # Later checkpoints are of the attempt that ended: this one makes those steps again.
     folder.delete_after(step, rank, attempt=context.verdict.attempt, roll_back=context.roll_back)
+    # The event stands behind the restore: only now it is known whether anything was forgotten.
     if context.is_resumed and rank == 0:
         changed = holder.changes(step) if step else Changes()
         reporter.event("resume", now=True, step=step, changed=changed.said)

@@ -131,11 +131,6 @@ class Changes:
     moves: bool = False
     needs_merge: bool = False
 
-    @property
-    def forgets(self) -> bool:
-        """True if compression loses what it remembers."""
-        return _REMEMBERED in self.lost
-
     def price(self, has_memory: bool) -> str:
         """Return a sentence for the user on the costs of resuming.
 
@@ -163,6 +158,8 @@ def changes(
     before, after: the records of who holds what.
     """
     found = Changes()
+    # A checkpoint of the release before has keys that have moved since, and settings that are no
+    # more and had one value each: neither is a change.
     saved = renamed(saved)
     for kind, dropped in DROPPED.items():
         for key in [key for key, value in saved.items() if value == as_text(kind)]:
@@ -172,15 +169,19 @@ def changes(
     found.said = _in_words(keys, saved=saved, now=now, before=before.labels, after=after.labels)
     found.moves = list(before.ranks) != list(after.ranks)
     for key in keys:
+        # The first row that matches decides, so features' own settings stand above the pattern of
+        # `security` that would take them, too.
         row = next((name for name, r in TABLE.items() if r.keys and re.match(r.keys, key)), None)
         if row is None and key.startswith("cluster."):
             # what moves is looked at below
+            # Other keys of the cluster only say who computes what.
             row = NOTHING if before.ranks else LANES
         old = saved.get(key)
         back = f"leave {key} out" if old is None else f"set {key} back to {old}"
         outcome = outcome_of(row, column=after.column) if row is not None else OTHER_RUN
         found.take(outcome, f"{key} is {now.get(key, 'not set')}", back=back)
     if found.moves:
+        # The dearest of three counts: other stages hold other layers, whoever holds them.
         moved = LANES if before.sharded_parts == after.sharded_parts else SHARD
         if before.num_stages != after.num_stages:
             moved = CUT
@@ -246,10 +247,13 @@ class RankCheckpoints:
             agreed = "agreed" if self.folder.is_agreed(step) else "written"
             try:
                 attempt = self._check(step, is_thorough=is_thorough)
+                # A one-way job has no placement of a model over ranks: `places.ranks` is empty
+                # there.
                 found = self.folder.agreed(step) if not self.places.ranks else {}
                 held_by = map(str, found.get("held_by", ()))
                 lines[str(step)] = f"ok {agreed} {attempt} {','.join(held_by)}".rstrip()
             except DataError as error:
+                # It goes to the other ranks in a line of ASCII.
                 why = str(error).encode("ascii", "replace").decode()
                 lines[str(step)] = f"bad {agreed} {why}"
         return lines
@@ -280,9 +284,7 @@ class RankCheckpoints:
 
     def own_step(self, step: int) -> int:
         """Return the newest step up to this one of which this rank has what it needs: an earlier
-        one, or
-        0, where it was lost before and the run went on without it.
-        """
+        one, or 0, where it was lost before and the run went on without it."""
         if self.places.ranks:
             return step
         has = (s for s in self.folder.steps() if s <= step and self.rank in self.folder.ranks(s))
@@ -300,14 +302,19 @@ class RankCheckpoints:
         needed = self._needed(step)
         if not changed.moves:
             state = self.folder.read(step, self.rank)
-            if not changed.forgets:
+            if _REMEMBERED not in changed.lost:
                 return state, False
+            # What compression remembers is of the settings before: parameters, moments and
+            # counters are taken over, memories begin anew.
             kept = {key: v for key, v in state.items() if not is_marked(key, mark=MEMORY)}
             new = {key: v for key, v in fresh.items() if is_marked(key, mark=MEMORY)}
             return kept | new, _remembers(state)
         parts = {rank: self.folder.read(step, rank) for rank in needed}
+        # An outer optimizer's moments are spread over the ranks that merge a stage, so they are
+        # put together from all parts by what they belong to, not by who held it.
         outer = {_tail(k): v for part in parts.values() for k, v in part.items() if OUTER in k}
         held = {key: outer[_tail(key)] if OUTER in key else v for key, v in fresh.items()}
+        # Then each stage, with counters that all stages share, from the nearest rank that had it.
         for stage in self.places.ranks[self.rank].stages:
             own = (f"trainer.stage {stage}.", *_SHARED)
             held = {key: value for key, value in held.items() if not key.startswith(own)}
@@ -323,6 +330,8 @@ class RankCheckpoints:
         is_same_place = not self.changes(step).moves
         for rank, (kind, now) in product(self._needed(step), facts.items()):
             saved = self.folder.about(step, rank)["facts"].get(kind, {})
+            # A rank that takes over another's stage may read fewer or more texts than that one
+            # did.
             compared = saved.keys() | now.keys() if is_same_place else saved.keys() & now.keys()
             differing = sorted(name for name in compared if saved.get(name) != now.get(name))
             if differing:
@@ -350,11 +359,14 @@ class RankCheckpoints:
         changed = self.changes(step)
         if changed.refused:
             raise DataError("; ".join(changed.refused))
+        # A rank in its old place is compared with the others by the attempt in its line; one that
+        # takes parts of several ranks must compare them here.
         if changed.moves and len({about["attempt"] for about in abouts.values()}) > 1:
             raise DataError("its parts are of different attempts at this step")
         if too_short := self.done_beyond(parsed_json(self.settings.get(MAX_STEPS, "null"))):
             raise DataError(too_short)
         needed = self._needed(step)
+        # Digests of files that may be gigabytes: not where a command only looks (check_can_go_on).
         for rank in needed if is_thorough else ():
             self.folder.check(step, rank)
         return int(abouts[needed[0]]["attempt"])
@@ -371,6 +383,8 @@ class RankCheckpoints:
             raise DataError(
                 "one replica made it, so nothing was merged that others could take over"
             )
+        # Between merges each replica has parameters of its own, and another rank cannot tell whose
+        # are to go on.
         if not before.is_merged(step):
             when = f"every {before.merges_every} steps, and " if before.merges_every else ""
             raise DataError(
@@ -400,6 +414,8 @@ class RankCheckpoints:
             if stage in there.stages:
                 its = before.holders(stage, there.replica).index(rank)
                 if its == group_rank or not there.is_sharded:
+                    # Own replica first, then the same place in the group, whose state is nearest
+                    # to what this rank would have saved itself.
                     found.append((there.replica != own.replica, its != group_rank, rank))
         if not found:
             raise DataError(f"stage {stage}, held by other ranks then, is not in this folder")

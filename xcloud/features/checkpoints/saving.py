@@ -49,6 +49,7 @@ class Timing:
         self._first_step = from_step
         self._clock = clock
         self._begun_s = self._saved_s = clock()
+        # Half of `every_minutes`, in seconds.
         self._next_estimate_s = 30 * settings.every_minutes
 
     def is_multiple(self, step: int) -> bool:
@@ -59,6 +60,8 @@ class Timing:
         made."""
         minutes = self.settings.every_minutes
         waited_s = self._clock() - self._saved_s
+        # `|=`: with one under way a checkpoint is not made when it becomes due, but is not
+        # forgotten.
         is_new = self.is_multiple(step) or (minutes > 0 and waited_s > 60 * minutes)
         self.is_due |= is_new
         return is_new
@@ -80,8 +83,10 @@ class Timing:
         elapsed_s = self._clock() - self._begun_s
         if not minutes or elapsed_s < self._next_estimate_s:
             return None
+        # Each time twice as late: a run of days makes a handful of estimates.
         self._next_estimate_s = 2 * elapsed_s
         every = max(1, round(60 * minutes * (step - self._first_step) / elapsed_s))
+        # Whichever comes first, steps or minutes.
         every = min(every, self.settings.every_steps or every)
         # Each change may cost a checkpoint.
         if 0.8 * self.every <= every <= 1.25 * self.every:
@@ -93,6 +98,8 @@ class Timing:
         after the end of the run."""
         every = self.every
         minutes = self.settings.every_minutes
+        # Of replicas each rank goes by the step alone; `>= every - 1` as with every=1 or 2 there
+        # is no step in the middle.
         since = step % every if every else 0
         if every and 2 * since >= every - 1 and step - since + every <= self.final_step:
             return True
@@ -151,6 +158,8 @@ class CheckpointWriter:
     def copy(self, parts: StateTree) -> State:
         """Copy the state. Raises RuntimeError or MemoryError where there is no room for it."""
         self._is_prepared = False
+        # Inside, whatever `states_of` reads goes into the buffer of the last copy, which must be
+        # written by now (`Checkpointer.save` waits for it).
         with self._buffer.snapshot():
             return states_of(parts)
 
@@ -198,6 +207,7 @@ class CheckpointWriter:
     def _work(self) -> None:
         if sys.platform == "linux":
             with contextlib.suppress(OSError):
+                # On Linux the priority is of a thread, not of its process: training keeps its own.
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         while (job := self._jobs.get()) is not None:
             # A link's failure is met by the training loop itself, on the next message. A part that

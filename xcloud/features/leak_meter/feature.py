@@ -51,6 +51,7 @@ class LeakMeterAtRank(FeatureAtRank):
 
     def ports(self, ports: dict[int, BoundaryPorts], built: BuiltRank) -> dict[int, BoundaryPorts]:
         self._observers = leak_observers(built.context, data=built.data, stages=built.stages)
+        # `watch` is read when the exchange is built, which comes behind the ports.
         if self._observers.averaged is not None:
             self.watch = self._observers.averaged.received
         return observed(ports, observer=self._observers.observer, ends=built.wiring.ends)

@@ -46,8 +46,8 @@ TRUTH = "truth"
 SUMMARY_FILE = "summary.json"
 MAX_SAMPLES = 4000
 MAX_ROWS = 8000
-MIN_SAMPLES = 20
-_NUM_KNOWN_POSITIVES = 16
+MIN_SAMPLES = 20  # with fewer an AUC says little
+_NUM_KNOWN_POSITIVES = 16  # of which the attacker is told, one by one
 _PROBE_PENALTY = 1e-2
 
 
@@ -144,11 +144,13 @@ def measure(run_dir: Path) -> dict[str, Any]:
     label = _labels(notes)
     text = _texts(notes)
 
-    def auc_of(kind: str) -> float | None:
+    def auc_of(kind: str) -> float | None:  # of messages with this word in their name
         attacks = [e for by in label.values() for message, e in by.items() if kind in message]
         aucs = [auc for e in attacks for name, auc in e.items() if name != "num_samples"]
         return max(aucs, default=None)
 
+    # The best attack counts, beside the baseline of the same message: which tokens are frequent
+    # differs from text to text.
     recoveries = [(max(e["linear"], e["network"]), e["baseline"]) for e in entries(text)]
     recovery = max(recoveries, key=lambda pair: pair[0], default=(None, None))
     return {
@@ -181,6 +183,7 @@ def read_observations(run_dir: Path) -> Observations:
             about = parsed_json(file.metadata()["about"])
             ranks.add(about["rank"])
             num_ranks = about["num_ranks"]
+            # Ranks of one cloud share what they see: they are one attacker.
             notes.holds.setdefault(about["cloud"], set()).update(about["holds"])
             notes.special_ids |= about["special_ids"]
             for name in sorted({key.rsplit("/", 1)[0] for key in file.keys()}):
@@ -190,6 +193,7 @@ def read_observations(run_dir: Path) -> Observations:
                 whose = about["cloud"] if not name.startswith(f"{TRUTH}.") else TRUTH
                 parts.setdefault((whose, name), []).append(rows)
     for (cloud, name), some in parts.items():
+        # A dict keeps the last: of a sample that crossed several times, its newest rows.
         newest = dict(CrossedRows.join(some).pieces())
         if name.startswith(f"{TRUTH}."):
             notes.truth[name.removeprefix(f"{TRUTH}.")] = newest
@@ -221,6 +225,7 @@ def _labels(notes: Observations) -> Found:
     texts = notes.truth.keys() - {LABEL}
     results: Found = {}
     for cloud, stream, samples in _hidden(notes, field=LABEL):
+        # Who holds the text could read the label off it without any message.
         if stream.direction == "forward" and notes.holds[cloud] & texts:
             continue
         if (aucs := _attack_labels(samples, truth)) is not None:
@@ -236,6 +241,7 @@ def _attack_labels(
         return None
     labels = torch.cat([truth[i] for i in ids])
     if labels.is_floating_point():
+        # A numeric label: above the median or not.
         labels = (labels > labels.median()).long()
     values, classes = torch.unique(labels, return_inverse=True)
     if len(values) < 2:
@@ -246,9 +252,11 @@ def _attack_labels(
     views = {"first": torch.stack([r[0] if len(r) else r.new_zeros(r.shape[1]) for r in rows]),
              "sum": torch.stack([r.sum(0) for r in rows])}  # fmt: skip
     features = torch.cat([*views.values(), norms[:, None], norms.log1p()[:, None]], 1)
+    # `_chosen` has shuffled the ids, so every second one is a fair half.
     is_known = torch.arange(len(ids)) % 2 == 0
     scores = probe(features, classes_N=classes, is_known_N=is_known, num_classes=len(values))
     aucs_of: dict[str, list[float]] = {"norm": [], "direction": [], "spectral": [], "probe": []}
+    # Of two classes one suffices: the other's AUC is the same.
     for number in range(1 if len(values) == 2 else 0, len(values)):
         positive = classes == number
         aucs_of["norm"].append(norm_attack(norms, is_positive_N=positive))
@@ -258,7 +266,10 @@ def _attack_labels(
         aucs_of["spectral"].append(
             max(spectral_attack(v, is_positive_N=positive) for v in views.values())
         )
+        # The log-probability of this class, normalized: scores of classes that were never seen are
+        # -inf.
         margin = scores[:, number] - scores.logsumexp(1)
+        # The other attacks learn nothing, or one sample: they are judged on all.
         aucs_of["probe"].append(auc(margin, is_positive_N=positive[~is_known]))
     kept = {name: [v for v in aucs if not math.isnan(v)] for name, aucs in aucs_of.items()}
     means = {name: fmean(aucs) for name, aucs in kept.items() if aucs}
@@ -287,12 +298,14 @@ def _invert(
     None if rows do not match the text's tokens one to one (another field, or pooled).
     """
     ids = [i for i in samples if i in truth and len(samples[i]) == len(truth[i])]
+    # Rows that match in number for a few samples only do so by chance.
     if len(ids) < MIN_SAMPLES or 2 * len(ids) < sum(i in truth for i in samples):
         return None
     ids = _chosen(ids, max_ids=MAX_SAMPLES)
     tokens = torch.cat([truth[i] for i in ids])
     rows = torch.cat([samples[i] for i in ids])
     is_known = torch.cat([torch.full((len(truth[i]),), k % 2 == 0) for k, i in enumerate(ids)])
+    # Begin and end stand in every sample, and whoever guesses them has read nothing.
     wanted = ~torch.isin(tokens, torch.tensor(list(special_ids), dtype=tokens.dtype))
     tokens, rows, is_known = (x[wanted][:MAX_ROWS] for x in (tokens, rows, is_known))
     unknown = tokens[~is_known]
@@ -313,6 +326,7 @@ def _invert(
 def _chosen(ids: Sequence[int], max_ids: int) -> list[int]:
     """Return at most `max_ids` ids, in an order independent of their content."""
     ordered = sorted(ids)
+    # A fixed seed: the same run has the same figures again, whatever the order of its messages.
     order = torch.randperm(len(ordered), generator=torch.Generator().manual_seed(0))
     return [ordered[k] for k in order[:max_ids].tolist()]
 
@@ -339,6 +353,7 @@ def direction_attack(vectors_ND: Tensor, is_positive_N: Tensor) -> float:
     """Return the AUC of the cosine to a sample known to be positive, the mean over 16 (ibid.)."""
     unit = F.normalize(vectors_ND.double(), dim=1)
     positives = torch.nonzero(is_positive_N).flatten()
+    # Spread over the run, since directions turn while the model learns.
     spread = torch.linspace(0, len(positives) - 1, _NUM_KNOWN_POSITIVES).long()
     areas = []
     for known in sorted({*positives[spread].tolist()}):
@@ -372,6 +387,7 @@ def probe(features_ND: Tensor, classes_N: Tensor, is_known_N: Tensor, num_classe
     if len(seen) == 1:
         scores[:, seen] = 0.0
         return scores
+    # scikit-learn's C weighs the summed loss; the penalty here is one on the mean loss.
     strength = 1 / (2 * _PROBE_PENALTY * len(known))
     model = make_pipeline(StandardScaler(), LogisticRegression(C=strength, max_iter=1000))
     model.fit(known.numpy(), classes_N[is_known_N].numpy())
@@ -396,6 +412,8 @@ def linear_inverter(rows_ND: Tensor, tokens_N: Tensor, is_known_N: Tensor) -> Te
     # A token seen once has no spread of its own, so part of the overall variance is added.
     shrunk = covariance + (1e-2 * overall + 1e-12) * torch.eye(known.shape[1], dtype=torch.float64)
     directions = torch.linalg.solve(shrunk, means.T)  # [D, tokens]
+    # log p(token) - 1/2 m' S^-1 m, with x' S^-1 m below: the discriminant of Gaussians with one
+    # covariance S.
     offsets = torch.log(counts / len(known)) - 0.5 * (means.T * directions).sum(0)
     guessed: Tensor = tokens[(rows_ND[~is_known_N].double() @ directions + offsets).argmax(1)]
     return guessed
@@ -422,6 +440,7 @@ def main(arguments: Sequence[str] | None = None, meter: LeakMeter | None = None)
     parser.add_argument("run_dir", type=Path, help="run folder with the observations of all ranks")
     run_dir: Path = parser.parse_args(arguments).run_dir
     check_is_folder(run_dir)
+    # The folder may belong to a run that still writes its summary.
     with owned(run_dir):
         leakage = (meter or LeakMeter(keep=True)).measure(run_dir)
         summary_path = run_dir / SUMMARY_FILE

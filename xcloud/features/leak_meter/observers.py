@@ -72,6 +72,7 @@ class Observer:
         ids = batch["ids"]
         for name, value in batch.items() if self.wants(step) else ():
             if name in self.token_fields:
+                # Padding is cut off, as rows of padding do not cross either.
                 is_token = value != self.token_fields[name][0]
                 self._add(
                     f"{TRUTH}.{name}", ids=ids, counts=is_token.sum(1), rows=value[is_token].cpu()
@@ -85,6 +86,8 @@ class Observer:
         folder = run_dir / OBSERVATIONS_DIR
         folder.mkdir(exist_ok=True)
         path = folder / f"rank{self.rank}.safetensors"
+        # Per stream three tensors (CrossedRows), under "STREAM/FIELD"; safetensors wants them
+        # contiguous.
         tensors = {
             f"{name}/{part}": value.contiguous()
             for name, messages in self._streams.items()
@@ -100,6 +103,7 @@ class Observer:
         wide = torch.ones_like(ids) if counts is None else counts.to("cpu", torch.int64)
         messages = self._streams.setdefault(name, deque())
         messages.append(CrossedRows(ids=ids.clone(), counts=wide, rows=rows))
+        # Whole messages go, the oldest first.
         while len(messages) > 1 and sum(len(m.rows) for m in messages) > self.max_rows:
             messages.popleft()
 
@@ -178,6 +182,7 @@ class ObservedEnd:
         return getattr(self._end, name)
 
     def send(self, key: MessageKey, message: Message, samples: Samples) -> Message:
+        # What `send` returns left in place of the message, with the noise of a defence in it.
         return self._note(key, self._end.send(key, message, samples), samples=samples, how="sent")
 
     def recv(self, key: MessageKey, samples: Samples, known: Message = NOTHING_KNOWN) -> Message:
@@ -195,6 +200,7 @@ class ObservedEnd:
                     how=how,
                     field=field.name,
                 )
+                # A field with one row a sample has no counts.
                 counts = field.counts(message.get("counts"))
                 self._observer.message(
                     stream, ids=samples["ids"], counts=counts, rows=message[field.name]
@@ -249,6 +255,7 @@ def leak_observers(
         holds=job.fields_of_cloud(place.cloud),
         replica=place.replica,
     )
+    # The vocabularies are of all texts that this cloud may see; the first stage reads one of them.
     texts = vocabularies.keys() & job.model.fields(0, num_stages=layout.num_stages)
     # Only averages of the stage that reads one text can be attacked for its words.
     if layout.num_replicas == 1 or 0 not in stages or len(texts) != 1:
@@ -259,6 +266,7 @@ def leak_observers(
 
     def run(ids_NS: Tensor) -> None:
         zeros = torch.zeros_like(ids_NS)
+        # Some models ask for types or labels; these say nothing.
         stage(None, {"ids": zeros[:, 0], text: ids_NS, "types": zeros, LABEL: zeros + NO_LABEL})
 
     words = torch.arange(ids.size)

@@ -97,6 +97,7 @@ class ConsumerRun(StatefulTree):
             self.num_updates = step
             self._clock.begin_step(step)
             signal = self._update(step, checkpoints)
+            # The last step is saved however short the run, so that it can be trained longer.
             if step == last and signal is Signal.GO_ON and job.checkpoint.are_made:
                 signal = Signal.CHECKPOINT
             with self._clock.paused():
@@ -106,6 +107,8 @@ class ConsumerRun(StatefulTree):
 
     def _update(self, step: int, checkpoints: Saver) -> Signal:
         """Make one update. Return what all ranks do after it."""
+        # sums[1] is the weight of the loss. No batch came to any rank: the plan has moved on, and
+        # the same step is tried with the next slots.
         while not (agreed := self._attempt(step, checkpoints)).sums[1]:
             if not self.plan.has_started:
                 self._clock.begin_step(step)  # waiting for the first is no part of a step
@@ -116,6 +119,7 @@ class ConsumerRun(StatefulTree):
         if not is_finite:
             what = f"the loss or gradient of step {step} of the consumer"
             note = self._guard.skip_update(step, what)
+        # A skipped update counts as one all the same: schedules of the learning rate go by steps.
         with self._rank.computing_in(self._clock, what="optimizer"):
             self._part.update(step, sums["weight"]) if is_finite else self._part.skip(step)
         self._intake.end_step(
@@ -132,13 +136,17 @@ class ConsumerRun(StatefulTree):
         A weight of 0 means that nothing came, and the step is to be tried again.
         """
         rank = self._rank
+        # Every rank of the consumer plans all orders, and notes those whose batches come to it;
+        # only the first one sends them.
         orders = self.plan.orders()
         own = rank.place.group_rank
         rank.inbox.expect([order for order in orders if order.consumer == own])
         if self._leads and orders:
             with self._clock.during("fetch"):
                 rank.send_orders(orders)
+        # What this rank saw in this attempt. Added up over the ranks it is what all plan by.
         mine = self.plan.round(len(SUMS))
+        # A rank without a batch still takes part in the sums: zero gradients and zero weight.
         arrived = self._intake.collect(step, mine)
         self._buffer.zero()
         if arrived:
@@ -151,6 +159,7 @@ class ConsumerRun(StatefulTree):
             mine.signal[:] = checkpoints.signal(step)
         else:
             mine.signal[:] = Signal.GO_ON
+        # Sums inside one cloud. Gradients of producers are theirs: nothing crosses clouds here.
         with self._clock.during("average"):
             self._buffer.sum_over(rank.group, loss=torch.zeros(()))
             rank.group.sum(mine.packed)
@@ -180,6 +189,7 @@ class ConsumerRun(StatefulTree):
             for lost in rank.job.cluster.ranks_in(name):
                 rank.control.out.pop(lost, None)
                 checkpoints.lose(lost)
+        # Whoever was never ready failed at its start: the run ends, whatever feed.on_dead says.
         if before is Presence.ABSENT and not rank.inbox.was_ready(p):
             raise LinkClosed(f"producer {name!r} was lost before it was ready: {why}")
         if rank.job.feed.on_dead == "stop":
@@ -194,6 +204,8 @@ class ConsumerRun(StatefulTree):
         if signal is Signal.GO_ON:
             return checkpoints.after(self.num_updates, signal)
         if self._leads:
+            # Orders first: links keep their order, so each producer saves after the last number
+            # ordered, at which all its ranks are level.
             self._rank.send_orders(self.plan.levelling_orders())
             self._rank.send_save(self.num_updates, is_last=signal is Signal.STOP)
         self._intake.await_ordered()
@@ -220,6 +232,7 @@ class ConsumerRank(OneWayRank):
             peers=self.peers,
             max_waiting=self.max_waiting,
         )
+        # A source is a rank of the job less the consumer's own, which come first.
         feeding = range(layout.num_consumers, layout.num_ranks)
         for source, rank in enumerate(feeding):
             handlers = {
@@ -236,6 +249,8 @@ class ConsumerRank(OneWayRank):
 
         It needs each of those that feed it. The plan decides about one that has ended.
         """
+        # Only rank 0 has a control link to every rank; the others hear of a loss in the sums of a
+        # step.
         if super().needs(lost) or self.rank:
             return super().needs(lost)
         layout = self.job.cluster
@@ -249,6 +264,8 @@ class ConsumerRank(OneWayRank):
         """Return why a producer is gone, in its own words where it left them on this machine."""
         ranks = self.job.cluster.ranks_in(self.job.cluster.producers[p])
         failures = (failure_of(self.context.run_dir, rank) for rank in ranks)
+        # A failure of its own explains more than that its link has closed; one for the loss of a
+        # peer explains nothing.
         own = [str(f["message"]) for f in failures if f is not None and not f["peer_lost"]]
         return (own[0] if own else self.inbox.end_of(p)) or "lost by another rank"
 
@@ -262,6 +279,7 @@ class ConsumerRank(OneWayRank):
     def send_orders(self, orders: list[Order]) -> None:
         """Send each source what is ordered of it."""
         for source in dict.fromkeys(order.source for order in orders):
+            # [N, 3] without the source, which the link says.
             rows = [order[1:] for order in orders if order.source == source]
             self._send(source, Kind.ORDER, torch.tensor(rows, dtype=torch.int32))
 
@@ -273,6 +291,7 @@ class ConsumerRank(OneWayRank):
 
     def send_stop(self) -> None:
         """Tell the producers that no more batches are wanted."""
+        # From now on a producer may end without being missed (see `needs`).
         self.is_fed = False
         for source in range(len(self._outs)):
             self._send(source, kind=Kind.STOP)
@@ -301,6 +320,8 @@ class ConsumerRank(OneWayRank):
         with self.context.asked.armed(job.checkpoint.are_made):
             self.is_stopped = run.train(checkpoints)
         self._await_checkpoint(checkpoints, plan=run.plan)  # a stop would drop what it waits for
+        # Producers average gradients among their ranks: all must have made the same numbers before
+        # they end, also those whose batches nobody wants any more.
         self.send_orders(run.plan.levelling_orders() if self.rank == 0 else [])
         self.send_stop()
         self.export(part.export)
@@ -318,6 +339,7 @@ class ConsumerRank(OneWayRank):
         """Block until the producers have written their shards, those that are stopped or have
         ended excepted."""
         checkpoints.settle()
+        # A disk that hangs must not hold up a run that is done.
         until_s = time.monotonic() + self.job.cluster.liveness.overdue_after_s
         alive = [p for p, state in enumerate(plan.state) if state is not Presence.DEAD]
         while self.rank == 0 and checkpoints.is_pending and time.monotonic() < until_s:

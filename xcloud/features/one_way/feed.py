@@ -70,7 +70,9 @@ class Feed:
                 f"{layout.num_consumers}"
             )
         # Batches of each rank of the smallest producer, if it alone had to fill a step.
+        # The others may die: a run-ahead that only works with all of them would hang then.
         fewest = min(map(len, layout.sources))
+        # batches / ranks, rounded up, and one more where turns do not begin at the first rank.
         needed = -(-(batches_per_step + fewest - 1) // fewest)
         if self.run_ahead is not None and self.run_ahead < needed:
             raise ConfigError(
@@ -116,6 +118,8 @@ class Round:
     """
 
     def __init__(self, num_producers: int, pairs: tuple[int, ...], num_sums: int) -> None:
+        # One vector, so that a single all-reduce in float64 (exact for counts) agrees on
+        # everything.
         sizes = [num_sums, *[num_producers] * 2, *[math.prod(pairs)] * 2, 1]
         self.packed = torch.zeros(sum(sizes), dtype=torch.float64)
         parts = torch.split(self.packed, sizes)
@@ -159,6 +163,7 @@ class ConsumptionPlan(StatefulTree):
         pairs = len(self.producer_of), self.num_consumers
         self._counts = np.zeros((2, *pairs), dtype=np.int64)
         self.ordered, self.consumed = self._counts
+        # `ordered` and `consumed` are views of `_counts`, which checkpoints keep in one piece.
         self.numbers = self.ordered.sum(1)
         self.slots = [deque[int]() for _ in range(self.num_consumers)]
         self._num_slots = self._num_skipped = self._num_used = 0  # or skipped, then
@@ -186,6 +191,8 @@ class ConsumptionPlan(StatefulTree):
 
     def orders(self) -> list[Order]:
         """Return what to order now, so that producers never idle and never run too far ahead."""
+        # The first step waits for all producers, so that shares are right from the first batch on
+        # and a run is the same each time.
         if not self.has_started:
             alive = sum(state is not Presence.DEAD for state in self.state)
             if not self.active or len(self.active) < alive:
@@ -194,12 +201,17 @@ class ConsumptionPlan(StatefulTree):
         orders: list[Order] = []
         planned = Counter(source for slots in self.slots for source in slots)
         while active := self.active:
+            # Each slot owes every active producer its share of one batch, and the one that is owed
+            # most gives it; of equals the first. The order follows from shares alone.
             whole = self._together(active)
             consumer = self._num_slots % self.num_consumers
             owed = {p: self.turns[p] + self._shares[p] / whole for p in active}
             chosen = max(owed, key=lambda p: (owed[p], -p))
             sources = self._sources[chosen]
+            # Ranks of a producer in turn, so that their numbers never differ by more than one.
             source = sources[self.numbers[sources].sum() % len(sources)]
+            # A step's batches first, whatever the run-ahead; after that up to the run-ahead of the
+            # source whose turn it is, which keeps the order free of who is fast.
             enough = all(len(slots) >= self.per_consumer for slots in self.slots)
             if enough and planned[source] >= self.feed.max_ahead:
                 break
@@ -208,17 +220,14 @@ class ConsumptionPlan(StatefulTree):
             self.slots[consumer].append(source)
             self._num_slots += 1
             planned[source] += 1
-            orders.append(self._order(chosen, source=source, consumer=consumer))
+            self.ordered[source, consumer] += 1
+            self.numbers[source] += 1
+            number = int(self.numbers[source])
+            num_planned = self._promise(chosen, number)
+            orders.append(Order(source, number, consumer, num_planned=num_planned))
+            if self.numbers[sources].min() >= number:  # all ranks have been told
+                del self.promised[chosen, number]
         return orders
-
-    def _order(self, p: int, source: int, consumer: int) -> Order:
-        self.ordered[source, consumer] += 1
-        self.numbers[source] += 1
-        number = int(self.numbers[source])
-        num_planned = self._promise(p, number)
-        if self.numbers[self._sources[p]].min() >= number:
-            del self.promised[p, number]
-        return Order(source, number, consumer, num_planned=num_planned)
 
     def _promise(self, p: int, number: int) -> int:
         """Return the batches that each rank of an active producer will have made at the end: what
@@ -232,6 +241,8 @@ class ConsumptionPlan(StatefulTree):
         together = self._together(self.active) if not is_whole else 1.0
         num_left = max(0, self._num_batches - self._num_used)
         to_come = num_left * self._shares[p] / together if together else 0.0
+        # `_used_before` counts up to the last change of producers: between changes the number
+        # stays the same, and so does the learning rate's schedule that is made of it.
         expected = math.ceil((self._used_before[p] + to_come) / len(self._sources[p]))
         return self.promised.setdefault((p, number), max(1, expected))
 
@@ -260,28 +271,26 @@ class ConsumptionPlan(StatefulTree):
         consumed, skipped = (n.long().numpy() for n in (agreed.consumed, agreed.skipped))
         self.consumed += consumed
         self._num_skipped += int(skipped.sum())
+        # Slots are gone whether their batches came or not: one that did not come is skipped.
         for slots in self.slots:
             for _ in range(min(self.per_consumer, len(slots))):
                 slots.popleft()
         changes = {}
         for p, before in enumerate(self.state):
-            now = self._next_state(p, agreed)
+            now = before
+            if agreed.dead[p]:  # one rank that has lost it suffices
+                now = Presence.DEAD
+            elif before is not Presence.DEAD and agreed.ready[p] == self.num_consumers:
+                now = Presence.ACTIVE
             if now is not before:
                 self.state[p] = now
+                # Whoever comes or comes back starts even: nothing is owed for the time away.
                 self.turns[p] = 0.0
                 changes[p] = (before, now)
         if changes:
             self._used_before = [int(self.consumed[sources].sum()) for sources in self._sources]
             self._num_used = sum(self._used_before) + self._num_skipped
         return changes
-
-    def _next_state(self, p: int, agreed: Round) -> Presence:
-        state = self.state[p]
-        if state is Presence.DEAD or agreed.dead[p]:
-            return Presence.DEAD
-        if agreed.ready[p] == self.num_consumers:
-            return Presence.ACTIVE
-        return state
 
     def readmit_lost(self) -> list[int]:
         """Let lost producers take part again in a resumed run, once they are ready. Return them.
@@ -295,6 +304,8 @@ class ConsumptionPlan(StatefulTree):
             self.turns[p] = 0.0
             self.promised = {key: n for key, n in self.promised.items() if key[0] != p}
             highest = self.numbers[sources].max()
+            # All ranks of it go on at one number. The orders that some ranks lack are booked on
+            # the consumer's first rank, and below as consumed, so that no sum is off.
             self.ordered[sources, 0] += highest - self.numbers[sources]
             self.numbers[sources] = highest
             self.consumed[sources] = self.ordered[sources]

@@ -118,6 +118,7 @@ class Inbox(StatefulTree):
                 raise FrameError(
                     f"{name} was not ordered: due are {list(due)[:8]}, and {num} wait here"
                 )
+            # A number that was passed over never comes: numbers only rise (checked above).
             while due and due[0] <= number:
                 due.popleft()
             box.last_number = number
@@ -150,6 +151,7 @@ class Inbox(StatefulTree):
             for order in orders:
                 box = self._boxes[order.source]
                 if order.number > box.last_number:
+                    # Silence counts from the first order on: before it there was nothing to send.
                     if not box.due:
                         box.heard_at_s = time.monotonic()
                     box.due.append(order.number)
@@ -158,6 +160,7 @@ class Inbox(StatefulTree):
         """Restart a producer that was lost with what is ordered from now on."""
         for box in self._of[producer]:
             box.waiting.clear()
+            # What was ordered before the loss is not waited for (ConsumptionPlan.readmit_lost).
             box.due.clear()
 
     # for the training loop
@@ -203,26 +206,26 @@ class Inbox(StatefulTree):
 
     def wait(self, timeout_s: float, until: Callable[[], bool]) -> None:
         """Block until something has changed such that `until()` holds, or the time is over."""
+        # `status` shows what is awaited: batches that are due; if none is, the readiness of those
+        # not ready.
+        with self._changed:
+            there = [box for box in self._boxes if not box.ended]
+            awaited = [(box.peer, f"batch {box.due[0]}") for box in there if box.due]
+            unready = (box.peer for box in there if not box.is_ready)
+            awaited = awaited or [(peer, "the message that it is ready") for peer in unready]
         with ExitStack() as stack:
-            for peer, message in self._awaited():
+            for peer, message in awaited:
                 stack.enter_context(peer.awaiting(message))
             with self._changed:
                 self._changed.wait_for(until, timeout_s)
-
-    def _awaited(self) -> list[tuple[Peer, str]]:
-        """Return what is awaited: batches that are due; if none is, the readiness of those not
-        ready."""
-        with self._changed:
-            there = [box for box in self._boxes if not box.ended]
-            batches = [(box.peer, f"batch {box.due[0]}") for box in there if box.due]
-            unready = (box.peer for box in there if not box.is_ready)
-            return batches or [(peer, "the message that it is ready") for peer in unready]
 
     def own(self) -> Saved:
         with self._changed:
             waiting = [one for box in self._boxes for one in box.waiting]
             rows = [(a.source, a.number, len(a.payload), a.num_bytes) for a in waiting]
             payloads = [torch.empty(0, dtype=torch.uint8), *(a.payload for a in waiting)]
+            # Payloads of different lengths become one vector of bytes, with a table of what is
+            # where.
             batches = packed([[box.last_number for box in self._boxes], rows])
             return {"batches": batches, "payloads": torch.cat(payloads)}
 
@@ -278,6 +281,7 @@ class Intake:
                     late[source] += 1
                 else:
                     arrived.append(one)
+            # No slot was planned: nobody is active. A short wait, then the ranks agree anew.
             if not arrived and not late:  # until a producer is there that feeds
                 inbox = self.inbox
                 idle = [p for p, state in enumerate(self.plan.state) if state is Presence.ABSENT]
@@ -369,6 +373,7 @@ class Intake:
         for arrived in self.used if layout.crosses_clouds else ():
             name = self._names[arrived.producer]
             fed_bytes[name] += arrived.num_bytes
+            # Seconds that an emulated line was busy; of a real one only the bytes are known.
             if (profile := layout.wan_of(name, there=layout.consumer).profile) is not None:
                 add_to(line_s, more={name: profile.line_s(arrived.num_bytes)})
         event: dict[str, Any] = {
@@ -381,6 +386,8 @@ class Intake:
             "fed_bytes": fed_bytes,
             "line_s": line_s,
         }
+        # The sums are of all ranks, so one rank reports them; bytes and seconds each reports its
+        # own.
         if self.group_rank == 0:
             event["samples"] = round(sums["samples"])
             event["tokens"] = round(sums["tokens"])

@@ -81,6 +81,8 @@ class OneWayLayout(Layout):
                 "cluster.form=local does the work of one rank of each cloud; set num_ranks of "
                 "every cloud to 1, or take cluster.form=one_cloud"
             )
+        # A dict keeps the place of a key's first appearance: the consumer moves to the front, and
+        # with it rank 0, whichever line of the YAML it stands in.
         ordered = {consumers[0]: self.clouds[consumers[0]], **self.clouds}
         object.__setattr__(self, "clouds", ordered)
         self._check_links((name, self.consumer) for name in self.producers)

@@ -82,6 +82,8 @@ class OrderBook:
             raise FrameError(f"orders must be int32 [N, 3], got {found}")
         for row in part.tolist():
             order = Order(self.source, *row)
+            # Made for nobody before a checkpoint, wanted by a rank after it: the payload is still
+            # there.
             is_again = order.number in self._for_nobody
             if (
                 self.is_stopped
@@ -109,6 +111,7 @@ class OrderBook:
         if self.is_stopped or frame.parts:
             raise FrameError(f"a stop of {len(frame.parts)} parts, or a second one")
         self.is_stopped = True
+        # Past the bound of `_put`: a stop must get in however many orders wait.
         self._waiting.put(None)
 
     def take_save(self, frame: Frame) -> None:
@@ -132,6 +135,7 @@ class OrderBook:
         """
         with self.consumer.awaiting(f"orders after batch {self._last}"):
             item = self._waiting.get()
+        # The flag is set by the link's thread ahead of what waits in the queue.
         if may_drop and self.is_stopped:
             return None
         if isinstance(item, LinkError):
@@ -170,11 +174,14 @@ class ProducerRun(StatefulTree):
         Raises LinkClosed if the consumer is gone.
         """
         is_stopped = False
+        # With one rank, or nothing to learn, no other rank waits for a batch that is left out.
         averages = self._buffer is not None and self._rank.group.group_size > 1
         while True:
             with self._clock.during("wait"):
                 order = self._rank.orders.next(may_drop=not averages)
             if isinstance(order, Order):
+                # Between two batches the Checkpointer prepares memory and writes what it has to
+                # report; it is given no step, as steps are the consumer's.
                 checkpoints.after(0, Signal.GO_ON)
                 self._carry_out(order)
                 continue
@@ -210,24 +217,21 @@ class ProducerRun(StatefulTree):
             self.part.replan(num_planned)
 
     def _carry_out(self, order: Order) -> None:
+        # Made and learned from before the checkpoint: sending it is all that is left.
         if order.number in self.kept:
             return self._rank.send(order.consumer, order.number, self.kept.pop(order.number))
         self._replan(order.num_planned)
-        fed = self._produce(order.number)
+        if self._buffer is not None:
+            self._buffer.zero()
+        with self._rank.computing_in(self._clock, what="forward"), self._rank.memory.first_step():
+            fed = self.part.produce(order.number)
+        assert fed.payload.dtype == torch.uint8 and fed.payload.dim() == 1, "not a vector of bytes"
         payload = fed.payload.cpu()
         if order.consumer == NOBODY:
             self.kept[order.number] = payload
         else:  # before anything is learned from it
             self._rank.send(order.consumer, order.number, payload)
         self._learn(order.number, fed=fed)
-
-    def _produce(self, number: int) -> Fed:
-        if self._buffer is not None:
-            self._buffer.zero()
-        with self._rank.computing_in(self._clock, what="forward"), self._rank.memory.first_step():
-            fed = self.part.produce(number)
-        assert fed.payload.dtype == torch.uint8 and fed.payload.dim() == 1, "not a vector of bytes"
-        return fed
 
     def _learn(self, number: int, fed: Fed) -> None:
         loss = fed.loss
@@ -258,6 +262,7 @@ class ProducerRun(StatefulTree):
     def _report(self) -> None:
         if not self._made:
             return
+        # What was made since the last report; it is counted to the consumer's next step.
         figures: dict[str, Any] = dict(self._made)
         figures |= {kind: round(seconds, 6) for kind, seconds in self._clock.seconds.items()}
         if self._losses:

@@ -96,9 +96,11 @@ class OneWayEnds(Ends):
         """
         theirs = [(peer, end) for peer, end in self._ends[::-1] if peer in peers]
         unheard = set[int]()
+        # Sending ends of all peers first, so that all of them can end at the same time.
         for kind in (SendingEnd, ReceivingEnd):
             for peer, end in ((peer, end) for peer, end in theirs if isinstance(end, kind)):
                 try:
+                    # A peer that did not answer once is not waited for a second time.
                     end.close(0.0 if peer in unheard else patience_s)
                     if isinstance(end, ReceivingEnd) and not end.has_closed:
                         unheard.add(peer)
@@ -124,6 +126,7 @@ def noting(
             raise FrameError(
                 f"a {kind.name.lower()} has {len(frame.parts)} parts, expected {len(carries)}"
             )
+        # The handler first: what it refuses was not taken, and must not stand in the audit.
         handler(frame)
         record.note(kind, frame.parts, carries=carries, num_bytes=frame.num_bytes)
 
@@ -150,9 +153,14 @@ class OneWayRank(Role[OneWayExperiment]):
         groups = [
             ends.group(layout.ranks_in(cloud), device=context.device) for cloud in layout.clouds
         ]
+        # Every rank makes the groups of all clouds, in one order, as torch asks; it is in one of
+        # them.
         (self.group,) = (group for group in groups if group is not None)
+        # Far above what an honest peer can have outstanding; it only bounds what a broken one
+        # costs.
         self.max_waiting = 4 * max_ahead + 64
         batch_bytes = self.job.model.max_payload_bytes
+        # As many orders in one message as can be open at once, levelling ones with them.
         order_bytes = 2 * _ORDER_BYTES * max_ahead
         self._lines = {}  # capacity and window
         for line, num_bytes in {"batches": batch_bytes, "orders": order_bytes}.items():
@@ -221,6 +229,7 @@ class OneWayRank(Role[OneWayExperiment]):
                 write(self.context.run_dir)
 
     def report_memory(self, module: nn.Module | None, part: Stateful) -> None:
+        # Contracts of one-way parts have no optimizer to ask, but their states name the moments.
         kept = [value for name, value in part.state_dict().items() if "moments." in name]
         moments = bytes_of(value for value in kept if isinstance(value, Tensor))
         modules = [] if module is None else [module]
@@ -231,6 +240,7 @@ class OneWayRank(Role[OneWayExperiment]):
 
         Rank 0 says what counts as a checkpoint before it closes its links.
         """
+        # Rank 0 closes last: until then its verdict on the last checkpoint may come.
         if self.rank != 0:
             self.ends.await_close(0)
         checkpoints.close(is_finished=not self.is_stopped)

@@ -102,6 +102,7 @@ class PreferenceTuningAtRank(FeatureAtRank):
         plan = job.batch_plan(data.num_samples("train"))
         size = -(-training.batch_size // job.num_pieces)
         splits: list[DataSplit] = ["test"]
+        # The development pairs are asked about only where somebody will evaluate them.
         if training.evaluate_every or training.until is not None:
             splits.append("dev")
         pieces = {split: scored_pieces(training, data.num_samples(split)) for split in splits}

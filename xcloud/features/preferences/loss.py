@@ -34,6 +34,7 @@ class PreferenceLoss:
         start_B2 = torch.from_numpy(nats_of([self.reference[i] for i in ids_B.tolist()]))
         gained_B2 = start_B2.to(nats_D.device) - nats_D.view(-1, 2)
         margins_B = gained_B2[:, 0] - gained_B2[:, 1]
+        # nats are float64: differences of sums over long answers lose digits in float32.
         return -F.logsigmoid(self._beta * margins_B).sum().float()
 
 
@@ -41,6 +42,7 @@ def trained_pieces(plan: BatchPlan, num_steps: int, size: int) -> list[Tensor]:
     """Return the samples that the first `num_steps` updates train on, in the order in which they
     first come, in pieces of `size`. The last one is filled up by samples of later updates, so that
     a longer run has the same pieces, and so the same bits of each sample."""
+    # A dict keeps the order in which samples first come, and finds them in constant time.
     found: dict[int, None] = {}
     num_wanted = 0
     for step in count(1):

@@ -52,8 +52,11 @@ def account(
     rate = 1.0
     sampled = None
     if privacy.unit == "sample":
+        # The batches that were really drawn: the sample that came most often has the weakest
+        # protection, and it sets epsilon for all.
         uses = max_squared_uses(plan.ids(step) for step in range(1, num_updates + 1))
         rate = min(1.0, plan.batch_size / plan.num_samples)
+        # Opacus is an extra of the installation; the guarantee itself does without it.
         try:
             sampled = sampled_epsilon(privacy.noise, rate, num_updates, delta=privacy.delta)
         except ImportError:

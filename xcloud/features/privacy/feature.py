@@ -111,6 +111,7 @@ class PrivacyAtRank(FeatureAtRank):
     def __init__(self, privacy: Privacy, num_replicas: int) -> None:
         self._privacy = privacy
         self.changes_each_gradient = privacy.unit == "sample"
+        # A replica's loss is a function of its samples that nobody has noised.
         self.hides_losses = num_replicas > 1
         self.guard = guard_of(privacy)
 

@@ -27,6 +27,8 @@ class PrivateGradients(Hook):
         self._stages = trainer.stages
         self._feed = trainer.feed
         self._clock = trainer.pipeline.clock
+        # Stages lie in different ranks that do not know each other's norms: n stages clipped to
+        # clip / sqrt(n) together have a norm of at most clip.
         self._limit = privacy.clip / math.sqrt(trainer.pipeline.num_stages)
         self._sums = {n: torch.zeros_like(stage.buffer.flat) for n, stage in self._stages.items()}
         # Not drawn from the run's seed: the other clouds know that one too.
@@ -49,6 +51,8 @@ class PrivateGradients(Hook):
         with self._clock.during("clip"):
             for number, stage in self._stages.items():
                 stage.buffer.flat.copy_(self._sums[number])
+                # One rank of each replica, as the sum over the ranks of a stage would add it
+                # several times.
                 if stage.group.leads and deviation:
                     gradients = stage.buffer.gradients
                     gradients.add_(deviation * normal(gradients, chance=self._chance))

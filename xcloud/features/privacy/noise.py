@@ -25,6 +25,7 @@ def clip_factor(tensors: Iterable[Tensor], limit: float) -> float:
 
     It is nan if they are not finite, so that the update is seen to be.
     """
+    # In float64, as a norm that is rounded down would let a contribution exceed the bound.
     squares = [float(torch.linalg.vector_norm(t, dtype=torch.float64)) ** 2 for t in tensors]
     norm = math.sqrt(sum(squares))
     if not math.isfinite(norm):
@@ -54,6 +55,8 @@ def private_contribution(
     def protect(tensors: Sequence[Tensor]) -> list[Tensor]:
         pairs = list(zip(tensors, are_silent, strict=True))
         factor = clip_factor([tensor for tensor, is_silent in pairs if not is_silent], limit)
+        # 0 * t and not zeros: a value that is not finite stays visible as nan, and the update is
+        # skipped.
         return [0 * t if is_silent else noised(t * factor) for t, is_silent in pairs]
 
     return protect
@@ -66,6 +69,8 @@ def max_squared_uses(batches: Iterable[Tensor]) -> int:
     """
     totals = Counter[int]()
     for ids in batches:
+        # A sample that stands twice in one update moves it by twice the clip: squares within an
+        # update, sums over updates.
         totals.update({sample: count**2 for sample, count in Counter(ids.tolist()).items()})
     return max(totals.values(), default=0)
 
@@ -104,6 +109,7 @@ def gaussian_epsilon(noise: float, squared_uses: float, delta: float) -> float:
         beyond = log_ndtr(-mu / 2 - epsilon / mu) + epsilon
         return math.exp(log_ndtr(mu / 2 - epsilon / mu)) - math.exp(beyond)
 
+    # failure falls with epsilon: double the upper end until it is low enough, then bisect.
     if failure(0.0) <= delta:
         return 0.0
     high = 1.0
@@ -124,6 +130,7 @@ def sampled_epsilon(noise: float, rate: float, num_updates: int, delta: float) -
         return math.inf
     exact = PRVAccountant()
     bound = RDPAccountant()
+    # The bound is quick and always at hand; PRV is exact and slow where epsilon is large.
     exact.history = bound.history = [(noise, rate, num_updates)]
     with warnings.catch_warnings():  # of the grids on which they begin their search
         warnings.simplefilter("ignore")

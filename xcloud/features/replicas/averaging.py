@@ -107,6 +107,8 @@ class ReplicaLinks(ABC):
         """Return the counterpart of what was sent there as `key`. Raises as `next` does."""
         expected = self._expected[replica]
         while (replica, key) not in self._early:
+            # With overlapped fragments a later message may be asked for first. Those before it are
+            # kept.
             self._early[replica, expected[0]] = self.next(replica, expected[0])
             expected.popleft()
         return self._early.pop((replica, key))
@@ -188,6 +190,7 @@ class Terms:
         max_weight: the most that it may weigh.
         Raises FrameError, naming the replica.
         """
+        # Another owner's cloud could else buy the whole merge with one number. NaN fails as well.
         if not 0 <= weight <= max_weight:
             raise FrameError(
                 f"replica {replica} sent a weight of {weight}; what it can have trained on since "
@@ -287,6 +290,7 @@ class AllToAll(Averager):
     def start(self, step: int, tensors: Sequence[Tensor], weight: float = 1.0) -> None:
         assert step not in self._steps, f"step {step} is under way"
         self.settle(was_used=True)
+        # Protected before it is encoded: the error that a codec keeps must be of what may leave.
         sent, own = self._encode(self._terms.protect(tensors))
         self._steps[step] = _UnderWay(weight, own, sent)
         self._send(step)
@@ -320,6 +324,7 @@ class AllToAll(Averager):
         """Take over a saved state, and send again what was under way."""
         device = next(iter(self._codecs.values())).device  # a checkpoint is read to the CPU
         steps: dict[int, dict[str, list[Tensor]]] = {}
+        # By the number of the tensor, as a number: 10 comes after 9.
         for key in sorted(own, key=lambda key: int(key.rpartition(".")[-1])):
             step, name, _ = key.removeprefix(f"{_UNDER_WAY}.").split(".")
             steps.setdefault(int(step), {}).setdefault(name, []).append(torch.as_tensor(own[key]))
@@ -329,10 +334,12 @@ class AllToAll(Averager):
             sent = defaultdict[str, Tensors](tuple)  # a share without tensors has left nothing
             sent |= {name: tuple(p.to(device) for p in parts) for name, parts in messages.items()}
             self._steps[number] = _UnderWay(weight, own=self._own_of(sent), sent=sent)
+            # Links of a restarted run are new: what was on its way then has to be sent again.
             self._send(number)
 
     def _encode(self, tensors: Sequence[Tensor]) -> tuple[dict[str, Tensors], list[Tensor]]:
         """Return (sent, own) of _UnderWay."""
+        # Not final: the codecs keep what they had until `settle` says whether the result was used.
         parts, seen = self._codecs["all"].encode(tensors, is_final=False)
         return {"all": parts}, seen
 
@@ -359,6 +366,7 @@ class AllToAll(Averager):
         self, replica: int, key: MessageKey, name: str, parts: Tensors, weight: float
     ) -> None:
         codec = self._codecs[name]
+        # The weight travels first, beside what it weighs: no other message tells it.
         message = (torch.tensor([weight], dtype=torch.float64), *parts)
         carries = ("weight of this replica", *codec.carries)
         self._links.send(replica, key, parts=message, carries=carries, raw_bytes=codec.raw_bytes)
@@ -370,6 +378,8 @@ class AllToAll(Averager):
 
     def _merged(self, step: int) -> list[Tensor]:
         replicas = range(self._links.num_replicas)
+        # In the order of the replicas, this one among them: the same sums, bit for bit,
+        # everywhere.
         return self._terms.merge([self._contribution(replica, step) for replica in replicas])
 
     def _contribution(self, replica: int, step: int) -> Contribution:
@@ -385,6 +395,7 @@ class AllToAll(Averager):
 
     def _end(self, step: int) -> None:
         """Note that it is under way no more. Steps end in the order in which they began."""
+        # Codecs hold one unsettled step: with another order they would settle the wrong one.
         assert next(iter(self._steps)) == step, f"step {step} is not the oldest under way"
         self._has_counted = self._steps.pop(step).weight > 0
         self._is_settled = False
@@ -420,11 +431,14 @@ class Aggregators(AllToAll):
 
     def finish(self, step: int) -> Merged:
         self.settle(was_used=True)
+        # Another key than the contributions': both kinds cross the same links in one step.
         key = self._key(step, more=_HANDED_BACK)
         codec = self._codecs[_RESULT]
         parts, own = codec.encode(self._merged(step), is_final=False)
         for replica in self._links.others:
             self._post(replica, key=key, name=_RESULT, parts=parts, weight=1.0)
+        # This replica uses of its own part what the others decode, not what it merged: else its
+        # bits would differ from theirs.
         results = {self._links.replica: own}
         for replica in self._links.others:
             _, parts = self._receive(replica, key)
@@ -440,6 +454,8 @@ class Aggregators(AllToAll):
         for replica, part in enumerate(self._pieces):
             pieces = tuple(piece.of(tensors) for piece in part)
             if replica == self._links.replica:
+                # A clone, as the parameters train on before the merge. It crosses no link, so no
+                # codec touches it.
                 sent["own"] = tuple(piece.detach().clone() for piece in pieces)
             else:
                 codec = self._codecs[str(replica)]

@@ -75,6 +75,7 @@ class _End(Averager):
         """The bytes of its largest frame: values and velocity of the outer optimizer may come
         whole.
         """
+        # Values and velocity in FP32, or all the merges that are kept, or a contribution.
         return max(2 * self.codec.raw_bytes, KEPT * self.merged.max_bytes, self.codec.max_bytes)
 
     # After a restart all replicas are there again, whoever had left before; they do not know what
@@ -96,12 +97,15 @@ class Member(_End):
     def resume(self, step: int) -> Merged:
         """Take the server's values."""
         self.known = NEWCOMER
+        # The links are new (ServerLinks), so numbers of messages begin again at both ends.
         self._number = 0
         self._ask(0, weight=0.0, parts=())
         return self._answer()
 
     def start(self, step: int, tensors: Sequence[Tensor], weight: float = 1.0) -> None:
         """Send this replica's change, unless the server has merged this step already."""
+        # A replica that was late has jumped to the server's step: there is nothing left to merge
+        # of the steps it skipped.
         if step > self._reached:
             self._has_asked = True
             self._ask(step, weight=weight, parts=self.codec.encode(tensors, is_final=False)[0])
@@ -187,17 +191,21 @@ class AveragingServer(_End):
         keep what they did.
         """
         for replica, known, contribution in self._come(step, self.late.wait_s, "present"):
+            # A change counts only against the values that all have now. One against older values
+            # stays in its replica, which adds it to its next one.
             if contribution is not None and known == self.known:
                 self._taken[replica] = contribution
             self._due[replica] = known
         changes = []
         merged = self.terms.merge([self._taken[replica] for replica in sorted(self._taken)])
         if are_finite(merged):
+            # The server uses what the members decode (`seen`), so that all have the same bits.
             parts, seen = self.merged.encode(merged)
             changes.append(seen)
             self._kept.append(_KeptMerge(step, before=self.known, parts=parts))
             self.known = step
             for replica in self._taken.keys() & self._peers.keys():
+                # From here on its next weight is counted.
                 self._peers[replica].merged_at = step
         else:
             self._taken = {}
@@ -209,11 +217,15 @@ class AveragingServer(_End):
         now.
         After the last step the late ones must know it too.
         """
+        # Only now, as the server's own parameters contain the merge: an answer may have to carry
+        # all of them (`values`).
         for replica, known in self._due.items():
             self._answer(replica, known, step=step, is_counted=replica in self._taken)
         self._due = {}
         self._taken = {}
         late = self._come(step, self.late.wait_s, "late") if is_last else ()
+        # Without waiting: whoever was absent and has come by now is answered, its change stays its
+        # own.
         for replica, known, _ in chain(self._come(step, 0.0, "late", "left"), late):
             self._set_state(replica, state="present", step=step)
             self._answer(replica, known, step=step, is_counted=False)
@@ -262,6 +274,7 @@ class AveragingServer(_End):
         if not rest:  # it begins, with the values of here
             peer.merged_at = step
             return int(known), None
+        # It cannot have worked in more updates than there were since its last merge.
         most = self.max_weight(replica, range(peer.merged_at + 1, step + 1))
         return int(known), self.terms.contribution(
             int(asked_at), replica, weight, max_weight=most, codec=self.codec, parts=rest
@@ -299,6 +312,8 @@ class AveragingServer(_End):
 
     def _answer(self, replica: int, known: int, step: int, is_counted: bool) -> None:
         peer = self._peers[replica]
+        # Merges are changes against the one before: they help only if the first of them follows
+        # what the replica knows, without a gap.
         missed = [record for record in self._kept if record.step > known]
         is_known = known == self.known or any(record.before == known for record in missed)
         head = torch.tensor([step, self.known, is_counted, not is_known], dtype=torch.float64)
@@ -316,6 +331,7 @@ class AveragingServer(_End):
                 replica, key, parts=(head, *parts), carries=(_HEADS[1], *carries), raw_bytes=raw
             )
         except (LinkClosed, LinkTimeout) as error:
+            # Its end shows here if it died between its question and this answer.
             self._lose(replica, step=step, why=str(error), error=error)
 
 

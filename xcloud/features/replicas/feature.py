@@ -32,6 +32,7 @@ def self_correcting_compressor(job: PipelineJob) -> Conflict | None:
     It is asked before any rank has tensors to choose for; compressors chosen by a tensor's name
     are checked by the ranks.
     """
+    # A vector and a matrix: choices by shape (PerTensor) differ between these two.
     for shape in ((2,), (2, 2)):
         chosen = job.compression.for_tensor("", shape)
         if chosen.feedback == "needed":
@@ -127,6 +128,7 @@ def replicas_exchange(
     watch, guard: see Replicas.
     """
     assert job.strategy.averaging is not None
+    # Every replica knows all replicas' samples from the seed, and so what each can weigh.
     plan = job.batch_plan(data.num_samples("train"))
     num_micro_batches = job.schedule.num_micro_batches
     num_pieces = num_micro_batches * job.training.accumulate_steps
@@ -143,6 +145,7 @@ def replicas_exchange(
         choose=job.compression.for_tensor,
         seed=job.seed,
         last_step=job.max_steps,
+        # Update 1 stands for all: batches keep their size.
         num_samples=[len(samples(replica, 1)) for replica in range(num_replicas)],
         weight=lambda replica, step: data.weight(samples(replica, step)),
         reporter=reporter,

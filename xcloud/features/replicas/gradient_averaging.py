@@ -103,9 +103,13 @@ class AveragedGradients(Exchange):
         if any(local_part(p) is not p for p in replicas.trained.values()):
             self._alike = RankGroup.alone(replicas.group.rank)
             num_shares = 1
+        # Of a sharded parameter the rows that this rank holds; some ranks hold none of a small
+        # one.
         parts = {name: local_part(p) for name, p in replicas.trained.items()}
         shapes = {name: part.shape for name, part in parts.items() if part.numel()}
         self._parameters = [replicas.trained[name] for name in shapes]
+        # Every share carries the loss in front: the signal that something is not finite reaches
+        # each rank of the cloud with its own share.
         loss = RowPiece(name=LOSS, index=len(shapes), first=0, last=1, shape=torch.Size([1]))
         self._shares = [[loss, *share] for share in by_rows(shapes, num_shares)]
         self._mine: list[RowPiece] = []
@@ -133,16 +137,20 @@ class AveragedGradients(Exchange):
     def before_update(
         self, step: int, buffers: Mapping[int, FlatBuffer], losses: Mapping[int, Tensor]
     ) -> dict[int, Tensor]:
+        # First inside the cloud, where lines are fast: one sum per cloud crosses.
         summed = {s: b.sum_over(self._group, loss=losses[s]) for s, b in buffers.items()}
         total = summed[max(buffers)]
         is_finite = all(buffer.is_finite() for buffer in buffers.values())
         self._send(step, loss=total, is_finite=is_finite)
+        # With delay this update uses what was sent in the one before, and its own crosses
+        # meanwhile.
         due = self._under_way if self._delay else step
         if due:
             total = self._receive(due, total)
         else:  # the others' are not here yet
             for buffer in buffers.values():
                 buffer.zero()
+            # A gradient of zero, and the loss as if all replicas had the same.
             total = total * self._per_share
         self._has_merged = due > 0
         self._under_way = step if self._delay else 0
@@ -158,6 +166,8 @@ class AveragedGradients(Exchange):
 
     def after_update(self, step: int, work: Work) -> None:
         if self._has_merged:
+            # An update that was skipped (num_samples 0) has used nothing: compressors take back
+            # what they noted of that message.
             self._averager.settle(was_used=work.num_samples > 0)
         is_due = self._check_every and step % self._check_every == 0
         if is_due or step == self._replicas.last_step:
@@ -188,6 +198,7 @@ class AveragedGradients(Exchange):
     def _receive(self, step: int, like: Tensor) -> Tensor:
         """Write the merged gradients into the buffers, in all of the cloud. Return the loss."""
         merged = next(iter(self._averager.finish(step).changes), [])
+        # Each rank of the cloud brought one share across; all need all of them.
         everything = gather_shares(self._alike, shares=self._shares, mine=merged, like=like)
         gradients = self._gradients
         for piece, tensor in everything:
@@ -272,6 +283,8 @@ class CompressedAveraging(StatefulTree):
         backward has begun."""
         if self._sent.intersection(parameters):
             self.settle()
+        # Residuals are in units of scaled gradients: when the scaler changes its scale they
+        # follow.
         if not self._sent and (scale := self._scale_now) != self._scale:
             for codec in self.codecs.values():
                 codec.scale(scale / self._scale)
@@ -332,6 +345,8 @@ def compressed_averaging(
         codec.encode([gradient], is_final=False)[0]
         for codec, gradient in zip(codecs, gradients, strict=True)
     ]
+    # Codecs promise their sizes by shape alone, so that the messages of all ranks are of equal
+    # length, as an all-gather wants them.
     message = torch.cat([part.view(torch.uint8) for parts in encoded for part in parts])
     state.num_bytes += message.numel()
     state.raw_bytes += sum(codec.raw_bytes for codec in codecs)

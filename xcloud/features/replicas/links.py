@@ -52,6 +52,7 @@ class PeerLinks(ReplicaLinks):
         self._capacity = capacity_bytes + FRAME_SLACK_BYTES
         self._wait_s = wait_s
         self._ahead = under_way + _AHEAD
+        # Else what averaging makes of a long message stays in the heap, several times over.
         if self._capacity >= LONG_BYTES:
             return_freed_memory(self.device, num_bytes=LONG_BYTES)
         if self.peers:
@@ -69,6 +70,7 @@ class PeerLinks(ReplicaLinks):
             may_be_late=self.may_be_late,
         )
         overdue_s = self.ends.overdue_s([peer], num_bytes=self._capacity)
+        # Local rounds may take a cloud much longer than its link (wait_s).
         self._overdue_s[replica] = max(overdue_s, self._wait_s)
 
     def post(
@@ -116,14 +118,18 @@ class ServerLinks(PeerLinks):
 
     def _look_for(self, replica: int) -> None:
         ranks = self.peers[replica].ranks
+        # A cloud that has restarted may show in the store before its old link breaks.
         if replica not in self._back and not self.ends.transport.begins_again(ranks):
             return
         if replica not in self._ended:
             self._back.add(replica)
             self._end(replica)
+            # In the first call the averaging server learns that this replica has lost what it
+            # knew; the next one joins its new processes.
             raise LinkClosed(f"{self.peers[replica]} has begun again")
         self._back.discard(replica)
         self._ended.discard(replica)
+        # All its ranks first, then the links of averages.
         for rank in ranks:
             self.rejoin(rank)
         self._open(replica)
@@ -153,6 +159,8 @@ def replica_links(
     """
     # The first stage of a rank stands for all that it holds.
     heads = {min(layout.placement(rank).stages) for rank in range(layout.num_ranks)}
+    # Replicas may have unequal numbers of ranks for a stage: only so many have a counterpart in
+    # every replica.
     shares = {head: min(len(ranks) for ranks in layout.replicas_of(head)) for head in heads}
     own = layout.placement(ends.rank)
     stage = min(own.stages)

@@ -34,7 +34,7 @@ from xcloud.layout import ClusterLayout
 from xcloud.pipeline.exchange import Exchange, FlatBuffer, Work
 
 NAME = "strategy.averaging"
-_NOTHING = 1e-12
+_NOTHING = 1e-12  # a weight that counts only where all have this one
 _UNDER_WAY = f"{MEMORY}.under_way"
 
 
@@ -166,10 +166,6 @@ class LocalUpdates(Averaging):
     def join(self, replicas: Replicas) -> Exchange:
         return LocalRounds(averaging=self, replicas=replicas)
 
-    def work_of(self, work: Work) -> float:
-        """Return how much an update counts, before `weigh` makes it a weight."""
-        return float(work.num_samples) if self.weigh == "samples" else work.weight
-
     def weight_of(self, work: float) -> float:
         """Return the weight of so much work in a merge."""
         return float(work > 0) if self.weigh == "equal" else work
@@ -242,6 +238,7 @@ class LocalRounds(Exchange):
                 f"{NAME}.fragments is {averaging.fragments}, but a rank of this job trains "
                 f"{len(names)} tensors; set it to at most {len(names)}"
             )
+        # A rank of frozen stages trains nothing, and has no fragment.
         runs = contiguous(sizes, count=averaging.fragments) if names else []
         self._fragments = [
             self._fragment([names[position] for position in run], number)
@@ -249,8 +246,11 @@ class LocalRounds(Exchange):
         ]
         averagers = [fragment.averager for fragment in self._fragments]
         if not averaging.is_elastic:
+            # Before the first round replicas must be equal: a merge is of changes, and would hide
+            # it.
             replicas.open(averagers, averaging.late.wait_s, averaging.max_under_way)
             self.compare(0)
+        # The other ranks of a cloud have no link: they get values from their leader (`_apply`).
         elif replicas.group.leads:
             replicas.open(averagers)
 
@@ -266,9 +266,12 @@ class LocalRounds(Exchange):
     def after_update(self, step: int, work: Work) -> None:
         averaging = self._settings
         is_last = step == self._replicas.last_step
+        done = float(work.num_samples) if averaging.weigh == "samples" else work.weight
         for fragment in self._fragments:
             if not self.is_idle(step):
-                fragment.work += averaging.work_of(work)
+                fragment.work += done
+            # Bounds go by the files of this cloud: what another says of its work is held against
+            # them.
             for replica in range(len(fragment.max_work)):
                 fragment.max_work[replica] += self._max_work(replica, step)
         under_way = [fragment for fragment in self._fragments if fragment.under_way]
@@ -276,6 +279,8 @@ class LocalRounds(Exchange):
             if step - fragment.under_way >= averaging.overlap or is_last:
                 self._finish(fragment, averaging.mix)
         for fragment in self._fragments:
+            # The order of merges, within a step and from step to step, is the same in all
+            # replicas.
             if is_last or (step % averaging.every == fragment.offset):
                 self._start(fragment, step)
                 # One after the other: links have room for those of `overlap`, not for all.
@@ -300,6 +305,7 @@ class LocalRounds(Exchange):
         averaging = self._settings
         parameters = {name: replicas.trained[name] for name in names}
         shapes = {name: p.shape for name, p in parameters.items()}
+        # Where merges are elastic the first rank of each cloud carries all of its values.
         num_shares = replicas.links.num_shares if not averaging.is_elastic else 1
         shares = by_tensor(shapes, num_shares)
         values = OuterParameters(
@@ -350,7 +356,9 @@ class LocalRounds(Exchange):
             codec=change,
             merged=merged,
             terms=replicas.guarded(terms, names=shapes),
-            max_weight=self._max_weight,
+            max_weight=lambda replica, steps: averaging.weight_of(
+                sum(self._max_work(replica, step) for step in steps)
+            ),
             late=averaging.late,
             values=values.flat,
             reporter=replicas.reporter,
@@ -361,10 +369,6 @@ class LocalRounds(Exchange):
         if self._settings.weigh == "tokens":
             return self._replicas.weight(replica, step)
         return float(self._replicas.num_samples[replica])
-
-    def _max_weight(self, replica: int, steps: range) -> float:
-        """Return the most that a replica can weigh for what it did in these updates."""
-        return self._settings.weight_of(sum(self._max_work(replica, step) for step in steps))
 
     def _end_step(self, step: int, num_tokens: float) -> None:
         """Count time and tokens since the last merge, and idle once the budget is used up.
@@ -385,6 +389,7 @@ class LocalRounds(Exchange):
                 self._started_s = self.clock()
             is_over = max_s is not None and self.clock() - self._started_s >= max_s
             is_over |= max_tokens is not None and self._num_tokens >= max_tokens
+            # Clocks of a cloud's ranks differ, so their leader's decides for them.
             if bool(self._replicas.group.from_leader(torch.tensor([float(is_over)]))):
                 self._idle_until = step - step % averaging.every + averaging.every
 
@@ -419,6 +424,7 @@ class LocalRounds(Exchange):
         if self._settings.is_elastic:
             numbers = torch.tensor([step, is_counted, is_new])
             step, is_counted, is_new = self._replicas.group.from_leader(numbers).tolist()
+        # Measured against the outer parameters of now, before they move below.
         own = [] if is_counted else fragment.values.gradient()
         if merged.values:
             fragment.values.replace(merged.values)
@@ -434,9 +440,12 @@ class LocalRounds(Exchange):
         if is_counted or step >= last_step:
             fragment.values.take(mix)
         else:
+            # What was not merged stays in this replica's values, and its work weighs in the next
+            # merge.
             fragment.work += fragment.sent
             if is_new:
                 fragment.values.keep(own)
+        # A replica that was late goes on at the server's step: it skips those up to it.
         self._idle_until = max(self._idle_until, step)
         return step
 
@@ -446,6 +455,7 @@ class LocalRounds(Exchange):
     own_names = ("budget",)
 
     def own(self) -> State:
+        # A clock's reading means nothing in another process: seconds since the merge are kept.
         elapsed_s = self.clock() - self._started_s if self._started_s is not None else 0.0
         numbers = torch.tensor([self._num_tokens, elapsed_s], dtype=torch.float64)
         return {"budget.idle_until": self._idle_until, "budget.numbers": numbers}

@@ -67,6 +67,7 @@ class Robust(ABC):
     def __call__(self, contributions: Sequence[Contribution]) -> list[Tensor]:
         finite = [c for c in contributions if math.isfinite(_norm(c.tensors))]
         counted = [c for c in finite if c.weight]
+        # Those that are not finite count as bad: they must be fewer than the rest.
         if len(counted) <= len(contributions) - len(finite):
             return [torch.full_like(tensor, math.nan) for tensor in contributions[0].tensors]
         return self._merge(counted)
@@ -97,6 +98,8 @@ class TrimmedMean(Robust):
 
     def _merge(self, contributions: Sequence[Contribution]) -> list[Tensor]:
         num = len(contributions)
+        # At least one at either end, and at least one or two left: with share 0.5 this is the
+        # median.
         num_out = min((num - 1) // 2, max(1, math.floor(self.share * num)))
         merged = []
         for tensors in zip(*(c.tensors for c in contributions), strict=True):
@@ -137,6 +140,7 @@ class NormBound(Robust):
     def _merge(self, contributions: Sequence[Contribution]) -> list[Tensor]:
         norms = [_norm(c.tensors) for c in contributions]
         ordered = sorted(norms)
+        # The middle norm, or the mean of the middle two.
         bound = self.factor * (ordered[(len(norms) - 1) // 2] + ordered[len(norms) // 2]) / 2
         total = sum(c.weight for c in contributions)
         factors = [_rounded(min(1.0, bound / norm) if norm else 1.0) for norm in norms]
@@ -208,6 +212,7 @@ def by_tensor(shapes: Mapping[str, torch.Size], num_shares: int) -> list[list[Ro
     ]
     shares: list[list[RowPiece]] = [[] for _ in range(num_shares)]
     sums = [0] * num_shares
+    # The largest first, each to the lightest share so far: as even as whole tensors allow.
     for piece in sorted(whole, key=lambda piece: -piece.shape.numel()):
         lightest = sums.index(min(sums))
         shares[lightest].append(piece)
@@ -235,6 +240,7 @@ def by_rows(shapes: Mapping[str, torch.Size], num_shares: int) -> list[list[RowP
             last = num_rows
             if width and share < num_shares - 1:
                 ends_at = total * (share + 1) / num_shares
+                # At least one row, so that the loop always ends.
                 last = min(num_rows, max(first + 1, first + round((ends_at - seen) / width)))
             rows = torch.Size((last - first, *shape[1:])) if shape else shape
             label = f"{name}[{first}:{last}]" if last - first != num_rows else name
@@ -268,6 +274,7 @@ def gather_shares(
         return list(zip(shares[0], mine, strict=True))
     # Gathered, not summed: adding zeros would change the sign of a zero.
     sizes = [[piece.shape.numel() for piece in share] for share in shares]
+    # Shares differ in size, and a gather wants equal rows: the shorter ones end in zeros.
     row = like.new_zeros(max(map(sum, sizes)))
     if mine:
         flat = torch.cat([tensor.reshape(-1) for tensor in mine])

@@ -88,11 +88,13 @@ class Replicas:
         plain: the names of tensors that are sent uncompressed.
         """
         every = (p for module in self.stages.values() for p in module.parameters())
+        # Dtype and device of what is trained; a rank without any still sends the loss.
         first = next(iter(self.trained.values()), next(every, torch.zeros(0)))
         name, *number = stream
         identity = seed_from(self.seed, name, min(self.stages), self.group.group_rank, *number)
         return TensorCodec(
             shapes,
+            # An empty chain changes nothing.
             choose=lambda name, shape: Chain() if name in plain else self.choose(name, shape),
             identity=identity,
             feedback=feedback,
@@ -131,6 +133,7 @@ class Replicas:
         terms = replace(terms, watch=self.watch)
         if self.guard is None:
             return terms
+        # Each message is clipped by itself, so that all parts together keep within the clip.
         num_parts = self.links.num_parts * num_fragments
         return replace(terms, protect=self.guard(names, num_parts=num_parts, silent=plain))
 
@@ -150,6 +153,7 @@ class Replicas:
         links = self.links
         stages = sorted(self.stages)
         parameters = (self.stages[stage].parameters() for stage in stages)
+        # Frozen ones cannot change: once is enough.
         compared = [[p for p in some if p.requires_grad or not step] for some in parameters]
         mine = torch.stack([digest(some) for some in compared])
         gathered = zip(alike.ranks, alike.gather(mine), strict=True)
@@ -256,8 +260,10 @@ class OuterParameters:
         self._own = [self._parameters[piece.index] for piece in self._mine]
         self._group = group
         self._optimizer = optimizer
+        # One copy of this rank's share, not of the model: with n ranks a cloud each holds an n-th.
         self.outer = [p.detach().clone() for p in self._own]
         has_momentum = bool(optimizer.momentum)
+        # Without momentum it stays empty, in memory, on the wire and in checkpoints.
         self.velocity = [t.new_zeros(t.shape if has_momentum else 0) for t in self.outer]
 
     @property
@@ -292,6 +298,7 @@ class OuterParameters:
         if not mix:
             return self._write(self.outer)
         pairs = zip(self._own, self.outer, strict=True)
+        # Streaming DiLoCo's alpha: what was trained while the merge crossed is not thrown away.
         self._write([own.detach() * mix + outer * (1 - mix) for own, outer in pairs])
 
     def keep(self, gradients: Sequence[Tensor]) -> None:
@@ -308,6 +315,8 @@ class OuterParameters:
 
     def replace(self, values: Tensors) -> None:
         """Take another replica's `flat`. Raises FrameError for values of other settings."""
+        # It comes from another owner's cloud: other settings there must not end in a broadcast
+        # here.
         found, expected = ([flat.shape for flat in some] for some in (values, self.flat()))
         if found != expected:
             raise FrameError(

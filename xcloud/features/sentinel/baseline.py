@@ -90,6 +90,7 @@ class Baseline(StatefulTree):
 
         measured: float32 [3 + 2D], on the host.
         """
+        # NaN would stay in the running means, so that nothing was ever judged again.
         if not bool(measured.isfinite().all()):
             return None
         newest = torch.tensor([self._statistics(measured)], dtype=torch.float64)
@@ -97,8 +98,11 @@ class Baseline(StatefulTree):
         self.num_steps += 1
         if self.num_steps <= LEARNS_FOR:
             return None
+        # The first WINDOW rows are what is usual, the last LASTS_FOR are judged: all of them must
+        # lie beyond, on one side.
         low, high = torch.aminmax(self._values[:WINDOW], dim=0)
         lowest, highest = torch.aminmax(self._values[WINDOW:], dim=0)
+        # Negative where even one of the steps is within the range.
         above = lowest - high
         below = low - highest
         ranges = (high - low).clamp(min=MIN_RANGE)
@@ -112,6 +116,7 @@ class Baseline(StatefulTree):
             usual=float(low[most] + high[most]) / 2,
             deviation=float(high[most] - low[most]) / 2,
         )
+        # From here on what follows is learned as usual: a lasting change is reported once.
         self.num_steps = 0
         self._directions.zero_()
         return departure
@@ -125,9 +130,11 @@ class Baseline(StatefulTree):
         usual = self._directions
         lengths = torch.linalg.vector_norm(usual, dim=1).clamp(min=_TINY)
         cosines = ((usual * now).sum(1) / lengths).tolist()
+        # A plain mean of the first steps, then an exponential one.
         share = max(1 / (self.num_steps + 1), 1 / DIRECTIONS_LOOK_BACK)
         self._directions = torch.lerp(usual, now, share)
         return [
+            # Logarithms: a norm that doubles departs as far from small values as from large ones.
             math.log(root + _TINY),
             math.log((size + _TINY) / (root + _TINY)),
             math.log((row_norm + _TINY) / (root * math.sqrt(num_features) + _TINY)),

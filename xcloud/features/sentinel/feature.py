@@ -38,10 +38,9 @@ class _AtRank(FeatureAtRank):
     _ends: Mapping[str, WatchedEnd]
 
     def ports(self, ports: dict[int, BoundaryPorts], built: BuiltRank) -> dict[int, BoundaryPorts]:
+        # The watch has a state, so that a run can go on with another setting.
         seen, self._ends = watched(ports, ends=built.wiring.ends)
-        if on_departure(built.context.job) == "ignore":
-            return ports  # the watch has a state, so that a run can go on with another setting
-        return seen
+        return ports if on_departure(built.context.job) == "ignore" else seen
 
     def hook(self, built: BuiltRank, trainer: Trainer) -> Sentinel:
         job = built.context.job

@@ -19,9 +19,11 @@ def measure(rows: Tensor) -> Tensor:
 
     rows: [R, *features], flattened to [R, D]; R is 1 or more. Nothing is copied to the host.
     """
+    # Evenly spaced rows and no drawn ones: a draw would move torch's random numbers.
     every = -(-len(rows) // MAX_ROWS)
     flat = rows.detach()[::every].flatten(1).float()
     size = flat.abs()
     norms = torch.linalg.vector_norm(flat, dim=1)
+    # On the device: the host reads them once a step, behind the backward (WatchedStream.judge).
     numbers = torch.stack([flat.square().mean(), size.mean(), norms.mean()])
     return torch.cat([numbers, flat.mean(0), (flat * size).mean(0)])

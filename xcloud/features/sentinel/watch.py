@@ -42,6 +42,7 @@ class WatchedStream(StatefulTree):
         """Judge the messages of the step that has ended."""
         if not self.measured:
             return None
+        # One value a step, over all its micro-batches: how many there are must not matter.
         mean = torch.stack(self.measured).mean(0).cpu()
         self.measured.clear()
         return self.baseline.judge(mean)
@@ -75,12 +76,15 @@ class WatchedEnd:
             with self._end.clock.during("decompress"):
                 for one in self._fields:
                     rows = message[one.name]
+                    # A micro-batch without a row in this field (no answer in any text) has no
+                    # mean.
                     if rows.numel():
                         self._stream(one.name, step=key.step).measured.append(measure(rows))
         return message
 
     def _stream(self, name: str, step: int) -> WatchedStream:
         codecs = self._end.codecs[name]
+        # By the step of the message, as the autopilot may have switched in between.
         in_force = codecs.at(step)
         number = next(n for n, codec in codecs.children().items() if codec is in_force)
         return self.streams[name][number]
@@ -105,6 +109,7 @@ class Sentinel(Hook):
 
     def children(self) -> StateTree:
         """Return the usual values, which mean nothing with another compressor or other ranks."""
+        # MEMORY is dropped on resuming with another compressor or other ranks.
         return {MEMORY: {name: end.streams for name, end in self._ends.items()}}
 
     def after_update(self, step: int, report: StepReport) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from xcloud.base.errors import ConfigError
 from xcloud.contracts.model import BuildContext
-from xcloud.features.sharding.sharder import Sharder, prepare_memory
+from xcloud.features.sharding.sharder import Sharder
 from xcloud.job.job import PipelineJob
 from xcloud.job.needs import (
     Conflict,
@@ -20,11 +20,14 @@ from xcloud.job.needs import (
     untied_ends,
 )
 from xcloud.pipeline.exchange import RankGroup
+from xcloud.pipeline.freed_memory import return_freed_memory
 from xcloud.pipeline.muon import Muon
 from xcloud.pipeline.pipeline import Pipeline
 from xcloud.pipeline.schedule import Schedule, rank_actions, split_backwards
 from xcloud.rank.feature import BuiltRank, Feature, FeatureAtRank
 from xcloud.rank.role import RankContext
+
+_LARGE_BYTES = 1 << 18  # tensors from here on have pages of their own
 
 
 def equal_shards_in_step(job: PipelineJob) -> Conflict | None:
@@ -36,6 +39,8 @@ def equal_shards_in_step(job: PipelineJob) -> Conflict | None:
     layout = job.cluster
     for name, cloud in layout.clouds.items():
         for stage in cloud.stages or () if cloud.shard else ():
+            # Replicas average what each rank holds with the rank of the same number elsewhere:
+            # parts must be cut alike in all clouds.
             held = {
                 other_name: (other.shard, len(layout.ranks_of(stage, replica=other.replica)))
                 for other_name, other in layout.clouds.items()
@@ -51,6 +56,8 @@ def equal_shards_in_step(job: PipelineJob) -> Conflict | None:
                 return Conflict(
                     setting=what, remedy=f"give the cloud more (cluster.clouds.{name}.num_ranks)"
                 )
+            # A rank whose turn comes while the others compute another stage would wait for them in
+            # a gather that they never enter.
             turns = [
                 {s: layout.turn(s, rank) for s in layout.placement(rank).stages}
                 for rank in layout.ranks_in(name)
@@ -134,7 +141,8 @@ class ShardingAtRank(FeatureAtRank):
         self._device = context.device
         self._note = context.reporter.note
         self._sharders: dict[int, Sharder] = {}
-        prepare_memory(context.device)
+        # Before any stage is built, so that the process gives back blocks that were whole.
+        return_freed_memory(context.device, num_bytes=_LARGE_BYTES)
 
     def build_context(self, stage: int, group: RankGroup, context: BuildContext) -> BuildContext:
         sharder = Sharder(group, device=self._device, note=self._note)

@@ -15,21 +15,14 @@ import torch
 from torch import nn
 
 from xcloud.pipeline.exchange import RankGroup
-from xcloud.pipeline.freed_memory import return_freed_memory
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-_LARGE_BYTES = 1 << 18
 
 
 class Sharder:
     """A dealer of one stage over the ranks of `group`, in place, before gradients and optimizer
     are made. Every rank makes the same calls.
-
-    Blocks that are sharded as soon as they are built never lie
-    whole in a rank beside each other; the rest of the stage, which is gathered with the whole,
-    comes last.
 
     note: a function that shows a note to the user.
     """
@@ -56,6 +49,9 @@ class Sharder:
         """Shard the blocks that are still whole, one at a time, then what is left of the stage."""
         from torch.distributed.fsdp import register_fsdp_forward_method
 
+        # A model that hands over its blocks as they are built (BuildContext.deal) never has two
+        # whole ones beside each other; these are of one that does not. The rest of the stage,
+        # which is gathered with the whole, comes last.
         blocks = list(whole_blocks(stage))
         if blocks and self._group.leads:
             self._note(
@@ -65,18 +61,13 @@ class Sharder:
         for block in blocks:
             self.block(block)
         self.block(stage)
+        # FSDP gathers before `forward` only; evaluations call `predict`.
         register_fsdp_forward_method(stage, "predict")
 
     @cached_property
     def _mesh(self) -> DeviceMesh:
         assert self._group.group is not None
         return self._group.group.mesh(self._device)
-
-
-def prepare_memory(device: torch.device) -> None:
-    """Let the process give back the memory of blocks that were whole. Called before any stage is
-    built."""
-    return_freed_memory(device, num_bytes=_LARGE_BYTES)
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -88,6 +79,7 @@ def whole_blocks(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the entries of the outermost lists that have parameters and are not sharded yet."""
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            # A list of blocks is where a model repeats itself: what is gathered at a time.
             held = (b for b in child.children() if next(b.parameters(), None) is not None)
             yield from (block for block in held if not is_sharded(block))
         else:

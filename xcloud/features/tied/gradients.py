@@ -70,10 +70,13 @@ class TiedGradients(Hook):
         held = [self.held[stage].grad for stage in sorted(self.held)]
         gradients = [gradient for gradient in held if gradient is not None]
         if len(gradients) == 2:
+            # One rank holds both ends: nothing crosses.
             gradients[0] += gradients[1]
             gradients[1].copy_(gradients[0])
         else:
             self._sum_with_other_end(step, gradient=gradients[0])
+        # Both ends now hold one gradient. Its square counts once in the norm of the update, at
+        # stage 0, so the other end takes its own out again.
         last = max(self.held)
         if last:
             own = torch.linalg.vector_norm(gradients[-1], dtype=torch.float64)
@@ -90,6 +93,8 @@ class TiedGradients(Hook):
             ((merged,),) = self.averager.finish(step).changes
             if not is_finite:
                 merged = gradient
+        # All ranks of this end need the sum; only their first has the link. A copy into the
+        # buffer: optimizer and clipping look there.
         gradient.copy_(group.from_leader(merged.clone()))
 
     def after_update(self, step: int, report: StepReport) -> None:
@@ -123,14 +128,14 @@ def tied_gradients(
     first = leaders[0]
     last = leaders[layout.num_stages - 1]
     averager = None
+    # The first rank of each end speaks for it. With both ends in one rank there is nobody to ask.
     if first != last and pipeline.rank in (first, last):
         ((stage, parameter),) = held.items()
-        # Lines inside a cloud are fast: compressing would only cost time and error.
-        if layout.cloud_of(first) == layout.cloud_of(last):
-            choose = _no_compressor
+        is_one_cloud = layout.cloud_of(first) == layout.cloud_of(last)
         codec = TensorCodec(
             shapes={TIED: parameter.shape},
-            choose=choose,
+            # Lines inside a cloud are fast: compressing would only cost time and error.
+            choose=(lambda name, shape: Chain()) if is_one_cloud else choose,
             identity=seed_from(seed, "tied"),
             feedback=True,
             dtype=parameter.dtype,
@@ -144,7 +149,3 @@ def tied_gradients(
         averager=averager,
         buffers={stage: trainer.stages[stage].buffer for stage in held},
     )
-
-
-def _no_compressor(name: str, shape: Sequence[int]) -> Chain:
-    return Chain()

@@ -54,6 +54,8 @@ class TwoBuffered(Schedule):
         """
         m = self.num_micro_batches
         ahead = self.num_ahead(stage, num_stages)
+        # One backward for each forward: a stage never keeps more than m micro-batches'
+        # activations, and sends in both directions all the time.
         order = []
         for i in range(m):
             forward = Action("forward", stage, micro_batch=m + i)

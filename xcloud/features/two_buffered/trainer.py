@@ -47,6 +47,8 @@ class WeightCopy:
         for number, stage in stages.items():
             shared = [p for p in stage.parameters() if not p.requires_grad]
             tensors = [*shared, *stage.buffers()]
+            # deepcopy's memo makes the copy share what is frozen, and buffers: a copy costs as
+            # many bytes as are trained.
             module = copy.deepcopy(stage, {id(tensor): tensor for tensor in tensors})
             module.train()
             self.modules[number] = module
@@ -68,6 +70,7 @@ class WeightCopy:
     def look_ahead(self) -> None:
         """Turn the weights w before an update, which were kept, into w' + (w' - w)."""
         for original, own in self._pairs:
+            # In place, with the original now at w: -w' + 2 w.
             own.neg_().add_(original, alpha=2)
 
     @property
@@ -103,6 +106,7 @@ class TwoBufferedPipeline(Pipeline):
     def module(self, stage: int, now: Pass) -> Stage:
         if now.kind is Kind.EVALUATION:
             return self.stages[stage]
+        # Two updates are under way at most, with numbers next to each other.
         return self.copies[now.step % 2].modules[stage]
 
 
@@ -137,6 +141,8 @@ class TwoBufferedTrainer(Trainer):
         )
         m = self.schedule.num_micro_batches
         ahead = [self.schedule.num_ahead(stage, num_stages) for stage in stages]
+        # All stages of this rank are last ones: they have finished update k+1's backwards in
+        # window k.
         self._ends_a_window_early = min(ahead) == m
         self._batches: dict[int, UpdateBatch] = {}
         self._held_signal = Signal.GO_ON
@@ -146,6 +152,7 @@ class TwoBufferedTrainer(Trainer):
 
     def update(self, step: int, hooks: Hook = NO_HOOKS) -> StepReport:
         report = super().update(step, hooks)
+        # The copy has looked ahead by a move that was not made, or is not wanted.
         if report.skipped is not None or not self.schedule.predict:
             self._copies[step % 2].keep_originals()
         # A stop or a checkpoint waits for the next update, which begins nothing further.
@@ -157,6 +164,8 @@ class TwoBufferedTrainer(Trainer):
         return report
 
     def _compute_gradients(self, step: int, hooks: Hook) -> Tensor:
+        # The first update, and the first one after a drained window: nothing of its batch has
+        # begun.
         if step not in self._batches:
             self._fetch(step)
             self._run(next_part(self._window, self.schedule.num_micro_batches), step, hooks)
@@ -164,6 +173,8 @@ class TwoBufferedTrainer(Trainer):
                 self._end_batch(step, hooks)
         hooks.begin(step)
         window = self._window
+        # The window has a part of the next batch, or it is drained: then the same actions are
+        # done, later.
         if self._goes_ahead(step):
             self._fetch(step + 1)
         else:
@@ -180,10 +191,13 @@ class TwoBufferedTrainer(Trainer):
         return self._batches[step].total_loss  # exchanged when its last backward was done
 
     def _agree(self, step: int, hooks: Hook) -> Reply:
+        # A rank that leads no stage has no norm to report, and gets the reply from its leader.
         reply = Reply(float("nan"))
         squares = self._batches[step].squared_norms
         if squares:
             with self.pipeline.clock.during("wait"):
+                # The norms were reported when the last backward was done (_end_batch), and
+                # computing of the next batch has hidden the round trip.
                 reply = self.sums.total(step, values=squares, signal_at=hooks.signal)
         return self._within_stages(reply)
 
@@ -220,6 +234,7 @@ class TwoBufferedTrainer(Trainer):
         m = self.schedule.num_micro_batches
         for action in actions:
             is_next = action.micro_batch >= m
+            # Micro-batches m to 2m-1 of a window are 0 to m-1 of the next update.
             own = action._replace(micro_batch=action.micro_batch % m)
             under_way = self._batches[step + is_next].under_way
             self.pipeline.compute(own, under_way, hooks.after_micro_batch)
@@ -238,6 +253,8 @@ class TwoBufferedTrainer(Trainer):
     def _use(self, step: int) -> None:
         """Let everything around the pipeline see the gradients and the samples of this update."""
         weights = self._copies[step % 2]
+        # Optimizers know the original parameters only; hooks and exchange know `stages` and
+        # `work`.
         weights.give_gradients()
         self.feed.work = self._batches[step].work
         self.stages = {

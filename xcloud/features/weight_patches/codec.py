@@ -61,11 +61,13 @@ def encode_changes(before: Bits, now: Bits) -> ValueChanges:
     positions_C = np.flatnonzero(before_N != now_N)
     gaps_C = np.diff(positions_C, prepend=-1) - 1
     ends_C = np.cumsum(gaps_C // _MORE + 1) - 1
+    # A gap of 600 is 255, 255, 90: ends_C says where each gap's last byte stands.
     gap_bytes = np.full(int(ends_C[-1]) + 1 if len(ends_C) else 0, _MORE, dtype=np.uint8)
     gap_bytes[ends_C] = gaps_C % _MORE
     # Signs are folded in, so that a step up or down by one is a small number: 1, 2.
     steps_C = (now_N[positions_C] - before_N[positions_C]).view(np.int16)
     folded_C = ((steps_C << 1) ^ (steps_C >> 15)).astype("<u2")
+    # All low bytes, then all high bytes, which are nearly always 0 and cost next to nothing.
     by_byte = folded_C.view(np.uint8).reshape(-1, 2).T
     return ValueChanges(len(positions_C), _squeezed(gap_bytes), differences=_squeezed(by_byte))
 
@@ -79,6 +81,7 @@ def decode_changes(before: Bits, changes: ValueChanges) -> Bits:
     num_changed = changes.num_changed
     if num_changed > before.size:
         raise DataError(f"{num_changed:,} changed values in a tensor of {before.size:,}")
+    # Each gap has one byte, and one more for each 255 values that it passes over.
     most = num_changed + before.size // _MORE
     gap_bytes = _restored(changes.gaps, max_bytes=most)
     by_byte = _restored(changes.differences, max_bytes=2 * num_changed)
@@ -101,6 +104,8 @@ def decode_changes(before: Bits, changes: ValueChanges) -> Bits:
 
 
 def _squeezed(data: npt.NDArray[np.uint8]) -> bytes:
+    # Huffman codes and runs only (Z_RLE): searching for repeats finds nothing here and takes most
+    # of the time. -15: without header and checksum, as the whole object has a digest.
     squeeze = zlib.compressobj(1, zlib.DEFLATED, -15, 9, zlib.Z_RLE)
     return squeeze.compress(np.ascontiguousarray(data).tobytes()) + squeeze.flush()
 
@@ -109,6 +114,8 @@ def _restored(data: bytes, max_bytes: int) -> npt.NDArray[np.uint8]:
     """Return what `_squeezed` was given. Raises DataError for more than max_bytes."""
     restore = zlib.decompressobj(-15)
     try:
+        # One byte more than allowed tells too much from just enough, whatever the string would
+        # unpack to.
         raw = restore.decompress(data, max_bytes + 1)
     except zlib.error as error:
         raise DataError(f"the coded changes are damaged: {error}") from error

@@ -62,6 +62,7 @@ def follow(words: Sequence[str]) -> None:
         store, run=name_of(job), num_stages=job.cluster.num_stages, last_step=job.max_steps
     )
     folder = FollowedFolder(arguments.folder, name_of(job), cast(Any, job.model), job.task)
+    # Two followers of one folder would replace each other's weights.
     with owned(arguments.folder, advice="another command writes there; give --as another folder"):
         _keep_current(follower, folder, arguments, _context_of(job), url=url)
 
@@ -115,6 +116,7 @@ def _keep_current(
             if news.is_last:
                 say("that was the last update of the run")
                 return
+        # Nothing will come after the last update; a snapshot of it may still be on its way.
         elif follower.has_lost_the_end and time.monotonic() - news_at_s > END_WITHIN_S:
             raise DataError(f"the run's last weights are refused: {follower.problems[-1]}")
         elif arguments.once:
@@ -124,6 +126,7 @@ def _keep_current(
                 raise DataError(f"there are no weights in {url} yet")
             return
         else:
+            # The longer nothing came, the longer the pause: buckets charge for each listing.
             time.sleep(pause_after(time.monotonic() - news_at_s))
 
 

@@ -118,15 +118,18 @@ class WritingAtRank(FeatureAtRank):
         stages = [
             WrittenStage(number, module)
             for number, module in built.stages.items()
+            # The other ranks of a stage have the same weights.
             if built.wiring.groups[number].leads
         ]
         if not stages:
             return None
         url = patches.url
         if url is None:
+            # One machine plays all clouds: their run folders are one (see `one_place`).
             url = str(context.run_dir)
         rank = context.rank
         record = LinkRecord(LinkName(CONTROL, rank, receiver=rank), to=followers(job))
+        # Objects go over no link of the pipeline, but they leave the cloud: the audit counts them.
         built.wiring.ends.records.append(record)
         return PatchWriter(
             stages,

@@ -22,6 +22,7 @@ def _summed(events: list[Event]) -> dict[str, Any]:
         is_whole: sum(int(event["num_bytes"]) for event in own)
         for is_whole, own in by_kind.items()
     }
+    # What the patches would have been as whole weights.
     whole_bytes = sum(_BYTES_A_VALUE * int(event["num_values"]) for event in by_kind[False])
     return {
         NAME: {

@@ -74,6 +74,7 @@ class Follower:
     def has_lost_the_end(self) -> bool:
         """Return whether the last weights of the run are refused: nothing leads to them later."""
         attempt = max((at for at, _ in self._at().values()), default=0)
+        # Of an earlier attempt they do not count: a resumed run writes its last step again.
         last = [one for one in self._refused if one.step == self._last_step]
         return any(one.attempt >= attempt for one in last)
 
@@ -83,7 +84,10 @@ class Follower:
         Where an object is refused, or is listed and not there, all stages stay where they are or
         take another way.
         """
+        # Listed and gone: the writer has deleted it since. Unlike a refused one it may be named
+        # again.
         missing = set[WeightObject]()
+        # Each turn takes at least one object out of the way, so it ends.
         while True:
             listed = self._store.listed()
             left_out = self._refused | missing
@@ -92,6 +96,8 @@ class Follower:
             if route is None:
                 self._note_gap(listed)
                 return None
+            # Taken over for all stages at once or not at all: a folder never has stages of two
+            # steps.
             if (found := self._taken(route, there, missing)) is not None:
                 self._weights = found
                 self.is_behind = False
@@ -135,6 +141,8 @@ class Follower:
                     if data is None:
                         missing.add(one)
                         return None
+                    # An object that fails leaves `weights` of this stage where they were: decoding
+                    # copies.
                     weights = decode(data, before=weights)
                     self._check(one, weights)
                 except (DataError, SealError) as error:
@@ -148,6 +156,8 @@ class Follower:
     def _check(self, one: WeightObject, weights: StageWeights) -> None:
         """Raise DataError unless an object is what its name says, of this run."""
         head = weights.head
+        # Names are the bucket's, heads the writer's: without this an old object could be put under
+        # a newer name.
         if WeightObject(head.attempt, head.step, head.base, stage=head.stage) != one:
             raise DataError(f"by its head it is another one (step {head.step}, {head.stage})")
         if head.run != self._run:
@@ -210,12 +220,14 @@ class FollowedFolder:
     def update(self, follower: Follower, news: News, context: BuildContext) -> None:
         """Bring the folder to the follower's weights. The file of weights is replaced as a whole,
         so whoever opens it has the weights of one step; what stands beside it is written once."""
+        # What transformers reads as the dtype of the file's tensors.
         config = {**follower.architecture["config"], "dtype": "bfloat16"}
         architecture = {**follower.architecture, "config": config}
         file, tensors = self._model.joined(follower.tensors(), architecture)
         if not self._is_made:
             self._write_beside(architecture, follower.files, context)
             self._is_made = True
+        # In the same folder, as os.replace is atomic within one file system only.
         draft = self._path / f".{file}.{os.getpid()}"
         try:
             save_file(tensors, draft, {"format": "pt"})
@@ -224,6 +236,8 @@ class FollowedFolder:
             raise DataError(f"{self._path / file} cannot be written: {error}") from error
         finally:
             draft.unlink(missing_ok=True)
+        # After the weights: a crash in between leaves newer weights than the note says, never
+        # older ones.
         self._note(news.attempt, news.step)
 
     def _write_beside(
@@ -232,6 +246,8 @@ class FollowedFolder:
         """Write all that stands beside the weights: config, tokenizers, a base of the run's
         own."""
         self._path.mkdir(parents=True, exist_ok=True)
+        # First the mark that the folder is a follower's, so that one that was interrupted here can
+        # begin again.
         if not (self._path / FOLLOWED_FILE).exists():
             self._note(None, None)
         folders = self._model.write_beside(architecture, context, self._path)

@@ -108,6 +108,8 @@ def encode(
         parts = [bits.astype("<u2", copy=False).tobytes()]
         if before is not None:
             changes = encode_changes(before[name], now=bits)
+            # After a large step nearly all values differ, and coding them costs more than they
+            # are.
             if len(changes.gaps) + len(changes.differences) < len(parts[0]):
                 one |= {"num_changed": changes.num_changed, "gap_bytes": len(changes.gaps)}
                 parts = [changes.gaps, changes.differences]
@@ -142,6 +144,8 @@ def decode(data: bytes, before: StageWeights | None) -> StageWeights:
     Raises DataError for an object that is damaged, has another base or gives other weights than
     its digest says.
     """
+    # Checked in the order in which something costs memory: head, sum of sizes, each tensor, and
+    # the digest of all at last.
     head, begin = _read_head(data)
     rest = memoryview(data)[begin:]
     architecture: Mapping[str, Any] = {}
@@ -151,6 +155,7 @@ def decode(data: bytes, before: StageWeights | None) -> StageWeights:
     elif before is None or before.head.step != head.base:
         have = "none" if before is None else f"step {before.head.step}"
         raise DataError(f"it changes the weights of step {head.base}, and here is {have}")
+    # Names in their order: the digest is over this order.
     elif [*before.tensors] != [one.name for one in head.tensors]:
         raise DataError("it has other tensors than the weights that it changes")
     expected = sum(one.gap_bytes + one.value_bytes for one in head.tensors)
@@ -170,6 +175,7 @@ def decode(data: bytes, before: StageWeights | None) -> StageWeights:
         raise DataError("the weights that come of it have another digest than it says")
     files: dict[str, bytes] = {}
     for name, size in head.files.items():
+        # Written below a folder later: `..` or `/` would lead out of it.
         if not _FILE_NAME.fullmatch(name):
             raise DataError(f"it has a file {name!r:.100}, which is no plain name")
         files[name] = bytes(rest[:size])

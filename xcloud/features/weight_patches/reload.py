@@ -47,9 +47,11 @@ class Vllm(Server):
             names = {"lora_name": folder.name, "lora_path": str(folder.resolve())}
             self._post("/v1/load_lora_adapter", {**names, "load_inplace": True})
             return
+        # Cached keys and values are of the old weights: kept, they would mix both in one answer.
         self._post("/pause?mode=keep&clear_cache=true")
         try:
             self._post("/collective_rpc", {"method": "reload_weights"})
+        # Also where reading failed: the server goes on with the weights that it has.
         finally:
             self._post("/resume")
 
@@ -78,6 +80,7 @@ class Command(Server):
     def reload(self, folder: Path) -> None:
         words = [*self.words, str(folder.resolve())]
         try:
+            # Words and no shell; without standard input, for which it would wait unseen.
             done = subprocess.run(words, timeout=TIMEOUT_S, check=False, stdin=subprocess.DEVNULL)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise DataError(f"{shlex.join(words)}: {error}") from error

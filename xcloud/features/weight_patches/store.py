@@ -62,6 +62,7 @@ def plain(data: bytes, name: str) -> bytes:
 def sealing(keys: LineKeys, reader: str) -> Protect:
     """Return what seals pieces to the newest certificate of a reader, which may be this cloud."""
     key = read_key(keys.key_file)
+    # A policy lists old and new certificates of a cloud while one replaces the other.
     certificate = _certificates(keys, reader)[-1]
     return lambda data, name: seal(data, certificate, key, context=_context(name))
 
@@ -78,6 +79,7 @@ def opening(keys: LineKeys, cloud_of: Callable[[int], str]) -> Protect:
         assert match is not None, "it was listed by its name"
         cloud = cloud_of(int(match[4]))
         failure = SealError(f"`peers` in this cloud's policy names no certificate of {cloud}")
+        # Any of them may have signed: writers change their key in their own time.
         for sender in _certificates(keys, cloud):
             try:
                 return open_sealed(data, key, keys.own, sender, context=_context(name))
@@ -106,6 +108,7 @@ class PatchStore:
 
     def put(self, one: WeightObject, data: bytes) -> Stored:
         """Write an object. Raises LinkClosed if that fails for a minute."""
+        # Pieces are sealed and sent one by one, so memory beyond the object is that of one piece.
         starts = range(0, len(data), PIECE_BYTES)
         names = [one.name(number, len(starts)) for number in range(len(starts))]
         num_bytes = 0
@@ -122,6 +125,8 @@ class PatchStore:
             if (match := _NAME.fullmatch(name)) is not None:
                 base = None if match[3] == "whole" else int(match[3])
                 one = WeightObject(int(match[1]), int(match[2]), base, stage=int(match[4]))
+                # Only names as `name` writes them: "1" and "01" would be one object with two
+                # pieces.
                 if one.name(int(match[5]), int(match[6])) == name:
                     found.setdefault((one, int(match[6])), {})[name] = size
         return {
@@ -202,6 +207,8 @@ def _way(there: Mapping[WeightObject, Stored], at: At | None, to: At) -> list[We
     ways: list[list[WeightObject]] = []
     attempt, step = to
     by_step = {(one.step, one.base is None): one for one in there}
+    # Backwards from the step that is wanted, patch by patch, to where this stage stands; on the
+    # way the last snapshot is noted. Each base lies before its patch, so it ends.
     while True:
         if at == (attempt, step):
             ways.append(patches)
@@ -214,4 +221,5 @@ def _way(there: Mapping[WeightObject, Stored], at: At | None, to: At) -> list[We
             break
         patches = [patch, *patches]
         step = patch.base
+    # Many small patches may be more bytes than one snapshot.
     return min(ways, key=lambda way: sum(there[one].num_bytes for one in way), default=None)

@@ -92,7 +92,10 @@ class PatchWriter(Hook):
     def write(self, step: int) -> None:
         """Copy the weights, and begin to write them. Waits for the objects before."""
         since_s = time.monotonic()
+        # One object under way at most: with a slow bucket training waits here (`pause_s`).
         self.settle()
+        # A copy in BF16 on the host: the next update changes the parameters while the thread
+        # codes.
         weights = [
             {name: bits_of(tensor) for name, tensor in one.module.exported().items()}
             for one in self._stages
@@ -125,6 +128,8 @@ class PatchWriter(Hook):
     ) -> None:
         is_first = not one.kept
         try:
+            # A patch also where a snapshot is due: followers on the way need the step's patch,
+            # others the snapshot.
             if one.weights is not None:
                 self._put(one, tensors, step=step, base=one.step, pause_s=pause_s)
                 one.num_patches += 1
@@ -135,6 +140,7 @@ class PatchWriter(Hook):
             one.weights = tensors
             one.step = step
         except (LinkError, OSError, MemoryError) as error:
+            # Followers cannot have these weights, so no patch may build on them.
             one.weights = None
             text = f"step {step}: the weights of stage {one.stage} were not written for followers"
             self._told.append(("note", {"text": f"{text} ({error}); the next are a snapshot"}))
@@ -193,6 +199,7 @@ class PatchWriter(Hook):
             if made.stage == one.stage and made.attempt != attempt:
                 self._store.delete(stored)
         snapshots = [number for number, (made, _) in enumerate(one.kept) if made.base is None]
+        # The last snapshot but one and all behind it stay.
         begin = snapshots[-2] if len(snapshots) > 1 else 0
         for _, stored in one.kept[:begin]:
             self._store.delete(stored)
