@@ -52,12 +52,15 @@ class Adapter(nn.Module):
         self.down = nn.Linear(hidden, size)
         self.up = nn.Linear(size, hidden)
         self.dropout = nn.Dropout(dropout)
+        # Near zero and not zero: with a zero matrix `down` would get no gradient in the first
+        # update.
         nn.init.normal_(self.up.weight, std=1e-3)
         nn.init.zeros_(self.up.bias)
 
     def forward(self, rows: Tensor, packing: Packing, cache: Cache | None) -> Tensor:
         if cache is None:
             return rows + self._feed(self.norm(rows))
+        # Only a decoder's layer has a cache, and with it a source to attend to.
         attended = self.cross(rows, packing, cache)
         rows = self.cross_norm(rows + self.dropout(attended))
         return cast(Tensor, self.norm(rows + self._feed(rows)))
@@ -144,6 +147,7 @@ class AbNet(EncoderDecoder):
         return rows_boundary(self.encoder.width(), max_length)
 
     def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
+        # The last stage holds the whole decoder; all before it share the encoder's layers.
         is_last = stage == num_stages - 1
         about = context.architecture
         side, backbone = ("decoder", self.decoder) if is_last else ("encoder", self.encoder)
@@ -153,7 +157,9 @@ class AbNet(EncoderDecoder):
             if is_last and context.group_rank == 0 and not weights.have_head:
                 context.report("the decoder's checkpoint has no tied output head: training one")
         else:
+            # Built for an export, whose tensors come from a file: no checkpoint is looked for.
             weights = Weights(config=EncoderConfig(**about["backbone"]), tensors=None)
+        # Attention without dropout stays on the fused kernel.
         config = replace(weights.config, dropout=self.backbone_dropout, attention_dropout=0.0)
         hidden = config.hidden
         parts = range(config.num_layers)
@@ -163,6 +169,7 @@ class AbNet(EncoderDecoder):
             width = about["source_hidden"] if about else self.encoder.width()
         else:
             parts = self.encoder_layers(config.num_layers, stage, num_stages)
+        # Drawn weights stay only where a checkpoint has no head; the rest is filled just below.
         with seeded(context.seed, side):
             frozen = Encoder(config, layers=parts, embeddings=is_last or 0 in parts, head=is_last)
         if weights.tensors is not None:
@@ -182,6 +189,7 @@ class AbNet(EncoderDecoder):
             layers[str(i)] = AdaptedLayer(layer=frozen.layer(i), adapter=adapter)
         bases = dict(weights.bases if about is None else about[BASES])
         made: dict[str, Any] = {"backbone": asdict(weights.config), BASES: bases}
+        # The middle stages have neither embeddings nor head.
         embeddings = frozen.embeddings
         head = frozen.head
         if head is None or embeddings is None:

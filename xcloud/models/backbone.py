@@ -178,9 +178,13 @@ class OwnBackbone(OwnSizes):
             context.report(f"{whose}: pretraining {line}")
 
         def build(path: Path, unfinished: Path) -> None:
+            # From the seed of pretraining and not of the run: runs of several seeds share one
+            # backbone.
             with seeded(settings.seed, "backbone"):
                 encoder = Encoder(config).to(context.device)
             setting = f"{context.setting}.pretraining"
+            # Each cloud makes the same weights, whatever number of threads and precision its run
+            # has.
             with same_arithmetic():
                 score = pretrain(
                     encoder,
@@ -248,12 +252,15 @@ class PublicBackbone(OwnBackbone):
     def weights(self, name: str, context: BuildContext) -> Weights:
         ids = self.text.token_ids(context.cache_dir)
         seen = context.vocabularies.get(name)
+        # A stage that does not see the texts has no vocabulary to compare.
         if seen not in (None, ids):
             raise ConfigError(
                 f"the encoder's public text has the special ids {ids}, but the task's {name!r} "
                 f"has {seen}: give both the same tokenizer"
             )
         texts = self.text.sentences(self.num_texts, context.cache_dir)
+        # Nothing of this side's own goes into it: text, vocabulary and device are public or the
+        # same.
         public = replace(
             context,
             vocabularies={PUBLIC: ids},
@@ -344,6 +351,7 @@ def read_config(name_or_path: str) -> tuple[EncoderConfig, Any]:
     raw = raw_config(name_or_path)
     model_type = raw.get("model_type")
     positions = raw.get("position_embedding_type", "absolute")
+    # transformers fills in what an old config.json leaves out.
     theirs = AutoConfig.for_model(**raw) if model_type in MODEL_TYPES else None
     reason = None
     if theirs is None:
@@ -352,6 +360,8 @@ def read_config(name_or_path: str) -> tuple[EncoderConfig, Any]:
         reason = "projects its embeddings to another width"
     elif theirs.hidden_act not in ACTIVATIONS:
         reason = f"uses the activation {theirs.hidden_act!r}"
+    # The heads of RoBERTa and ELECTRA compute gelu, whatever their layers do; one activation
+    # serves both here.
     elif model_type not in ("bert", "ernie") and theirs.hidden_act != "gelu":
         reason = f"uses {theirs.hidden_act!r} in its layers, gelu in its head"
     elif positions != "absolute":
@@ -364,6 +374,8 @@ def read_config(name_or_path: str) -> tuple[EncoderConfig, Any]:
         )
     values = {ours: getattr(theirs, name) for ours, name in CONFIG_NAMES.items()}
     if model_type in OFFSET_TYPES:
+        # Positions of RoBERTa begin behind the padding id, so the first rows of the table are
+        # never used.
         values["max_positions"] -= theirs.pad_token_id + 1
     return EncoderConfig(**values), theirs
 
@@ -373,6 +385,7 @@ def read_weights(name_or_path: str) -> Weights:
     embeddings."""
     (config, theirs), files = read_config(name_or_path), WeightFiles(name_or_path)
     is_tied = getattr(theirs, "tie_word_embeddings", True)
+    # The bias tells which head a file has, if any: all have one, under different names.
     heads = (names for names in HEAD_NAMES if is_tied and names[2] in files)
 
     def read(name: str) -> Tensor:
@@ -381,7 +394,9 @@ def read_weights(name_or_path: str) -> Weights:
     names = _names(config.num_layers, head=next(heads, None))
     weights = {ours: torch.cat([read(name) for name in parts]) for ours, parts in names.items()}
     if getattr(theirs, "use_task_id", False):
+        # ERNIE adds the embedding of its task, of which there is one here: a constant.
         weights["embeddings.types.weight"] += read("embeddings.task_type_embeddings.weight")[0]
+    # A clone: the slice would keep the whole table alive.
     positions = weights["embeddings.positions.weight"][-config.max_positions :].clone()
     return Weights(config, tensors=weights | {"embeddings.positions.weight": positions})
 
@@ -430,6 +445,7 @@ def export(encoder: Encoder, folder: Path, pad: int, **replaced: nn.Linear) -> N
     weights = encoder.state_dict()
     for ours, names in _names(config.num_layers, head=None if replaced else HEAD_NAMES[0]).items():
         inside = "" if ours.startswith("head.") else f"{kind}."
+        # query_key_value is three of theirs, one below the other.
         parts = weights[ours].chunk(len(names))
         theirs |= {f"{inside}{name}": part for name, part in zip(names, parts, strict=True)}
     folder.mkdir(parents=True, exist_ok=True)

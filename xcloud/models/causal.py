@@ -73,6 +73,7 @@ def same_attention() -> tuple[AbstractContextManager[object], AbstractContextMan
     """Return the contexts of a forward and of its repetition in the backward, which takes the same
     attention kernel; the trainer chooses it for its precision."""
     # The switch is that of CPUs too.
+    # Asked for in the forward, and held for the backward, which runs after the trainer's context.
     is_fused = torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
     return nullcontext(), nullcontext() if is_fused else sdpa_kernel(SDPBackend.MATH)
 
@@ -138,6 +139,7 @@ class CausalLM(TextModel):
         is_cut = split.layer is not None
         sources = [bool(self.checkpoint), self.own is not None, self.scratch is not None]
         lacks_text = split.needs_public_text and self._public_text is None
+        # A table: each rule stands beside its message.
         for is_wrong, said in (
             (
                 sum(sources) != 1,
@@ -232,9 +234,11 @@ class CausalLM(TextModel):
         below = range(self._parts(config, num_stages=num_stages)[stage].blocks.stop)
         whole = int(config.hidden_size)
         draws = any(getattr(config, name, 0) for name in DROPOUTS)
+        # Whether a gradient comes back: anything trained below the boundary wants one.
         trains = self.embeddings != "freeze" or len(below) > 0
         if self.lora is not None:  # beside which a narrow cut trains its projections
             trains = self.split.rank is not None or self.lora.adapts(config, blocks=below)
+        # Nothing moves and nothing is drawn: rows are the same in every epoch (is_constant).
         if stage == 0 and self.split.freeze_bottom:
             trains = draws = False
         router_loss = self._router_loss(config)
@@ -264,6 +268,7 @@ class CausalLM(TextModel):
         """Build a stage.
 
         A stage with LoRA saves only its adapters, so the rest is read from the base."""
+        # Built for an export: sizes are those of the run, not of these settings.
         if (about := context.architecture) is not None:
             context = replace(context, max_length=int(about["max_length"]))
             if self.lora is None:
@@ -278,9 +283,11 @@ class CausalLM(TextModel):
         if self.scratch is not None:
             return self._drawn(self.scratch, stage=stage, num_stages=num_stages, context=context)
         name = self._base(context)
+        # One rank of a stage speaks for all: they read the same.
         if context.group_rank == 0:
             context.report(f"stage {stage}: reading its part of {name}")
         if context.group_rank == 0 and stage == 0 and context.architecture is None:
+            # Once for the whole checkpoint, in the rank that says it.
             if unread := check_checkpoint(name):
                 context.report(f"{name}: not read are {listed(unread)}")
         config = read_config(name)
@@ -292,8 +299,11 @@ class CausalLM(TextModel):
         def end_block(prefix: str, block: nn.Module) -> None:
             if self.lora is not None:
                 self.lora.draw(prefix, block=block, seed=context.seed)
+            # A sharded stage takes the block apart now, before the next one has memory.
             context.deal(block)
 
+        # The stage is complete by now, adapters included: filling goes block by block, so that no
+        # more than one whole block is in memory beside what is kept.
         load_weights(network, name_or_path=name, weights=self._kept_as, end_block=end_block)
         built.architecture[BASES].update(self._digests(name, context))
         return built
@@ -321,6 +331,8 @@ class CausalLM(TextModel):
         if about is None:
             return str(self.checkpoint if self.own is None else self.own.folder(context))
         name = str(self.checkpoint)
+        # The files that make a network what it is. Others (a readme, a tokenizer) may have
+        # changed.
         needed = {"base model: config.json", "base model: list of weights"}
         if self.own is not None:
             folder = self._own_folder(about.get(OWN_BASE), context.cache_dir)
@@ -328,6 +340,8 @@ class CausalLM(TextModel):
         now = self._digests(name, context)
         if self.own is not None:
             needed |= now.keys()
+        # What the run has written down when it began. Files that only one side has count if they
+        # are needed for the network.
         meant = about.get(BASES, {})
         differing = [
             file
@@ -359,6 +373,7 @@ class CausalLM(TextModel):
                 f"no {folder}. Copy that folder from a cloud that ran it; a base that is made "
                 "again on another processor differs"
             )
+        # The name is harmless by its pattern, but a link of that name may lead anywhere.
         if folder.resolve().parent != (cache_dir / "causal").resolve():
             raise DataError(
                 f"{folder} is a link that leads out of the cache; put the folder there"
@@ -409,6 +424,7 @@ class CausalLM(TextModel):
         out.mkdir(parents=True, exist_ok=True)
         config = config_of_stage(architecture["config"])
         if self.lora is None:
+            # Laying out sets float32 for computing; the file says what the checkpoint had.
             dtype = config.dtype
             network = self._whole(config)
             network.config.use_cache = True
@@ -448,6 +464,7 @@ class CausalLM(TextModel):
         dtype = str(config.dtype or "float32").removeprefix("torch.")
         weight_map = dict[str, str]()
         num_bytes = 0
+        # Stage after stage, as the whole model may not fit into memory in FP32.
         for number, stage in enumerate(stages, start=1):
             network: Any = stage.network
             network.config.dtype = dtype
@@ -457,6 +474,7 @@ class CausalLM(TextModel):
             head = KINDS[network.config.model_type].in_file(f"{HEAD}.weight")
             tensors = {}
             for name, weight in merged_weights(network):
+                # A tied head is no tensor of a file.
                 if not (name == head and is_tied):
                     place = place_in(files, network, name, is_tied=is_tied)
                     tensors[name] = weight.to(DTYPES[files.dtype(place)]).contiguous()
@@ -464,6 +482,7 @@ class CausalLM(TextModel):
             save_file(tensors, out / file, {"format": "pt"})
             weight_map |= dict.fromkeys(tensors, file)
             num_bytes += sum(tensor.nbytes for tensor in tensors.values())
+        # The list by which transformers finds each tensor in its file.
         index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
         (out / INDEX).write_text(json.dumps(index, indent=1))
         return [out]
@@ -506,6 +525,8 @@ class CausalLM(TextModel):
         config = network.config
         sizes = (config.vocab_size, config.hidden_size)
         lower = partial(self._lower, name)
+        # Before adapters and freezing: a basis is measured on the checkpoint's network, below the
+        # split.
         cut, handed = projection_at(
             self.split, stage, sizes, lower=lower, public=self._public_text, context=context
         )
@@ -513,18 +534,25 @@ class CausalLM(TextModel):
             config.tie_word_embeddings = False
             head = getattr(network, HEAD)
             if part.is_first and part.is_last:
+                # In one stage the two would else stay one tensor, whatever the config says.
                 head.weight = nn.Parameter(head.weight.detach().clone())
         if self.lora is not None:
             self.lora.add_to(network, part=part)
         elif self.embeddings == "freeze":
             kind = KINDS[config.model_type]
+            # What the first stage runs before its blocks (learned positions of GPT-2) freezes with
+            # it.
             for inner in (kind.embeddings, *kind.first):
                 getattr(network.base_model, inner).requires_grad_(False)
             getattr(network, HEAD).requires_grad_(False)
         if self.activation_checkpointing:
+            # Non-reentrant: the first stage's input needs no gradient, so a reentrant block would
+            # get none.
             how = {"use_reentrant": False, "context_fn": same_attention}
             network.activation_checkpointing_enable(how)
         about: dict[str, Any] = {"lora": self.lora is not None, "max_length": context.max_length}
+        # Digests that whoever builds this stage again must find: other weights mean other
+        # adapters.
         about[BASES] = {**bases, **({} if cut is None else cut.measured_on)}
         if self.own is not None and name:
             about[OWN_BASE] = Path(name).relative_to(context.cache_dir).as_posix()
@@ -549,6 +577,7 @@ class CausalLM(TextModel):
             return None
         weight = self.router_loss
         if weight is None and config.output_router_logits:
+            # As transformers: its own loss is on only where the config has the logits put out.
             weight = config.router_aux_loss_coef
         if not weight:
             return None
@@ -600,10 +629,12 @@ class CausalLM(TextModel):
         num_blocks = config.num_hidden_layers
         counts = self.blocks_per_stage
         self.split.check(num_blocks, int(config.hidden_size))
+        # The split ends the first stage; the rest is spread over the others.
         starts = [0] if self.split.layer is None else [0, self.split.layer + 1]
         if counts is None:
             spread = num_stages - len(starts) + 1
             rest = num_blocks - starts[-1]
+            # Rounded down: the later stages get the larger shares.
             starts += [starts[-1] + rest * (n + 1) // spread for n in range(spread)]
         elif len(counts) != num_stages - 1 or sum(counts) > num_blocks:
             raise ConfigError(

@@ -130,6 +130,8 @@ def read_config(name_or_path: str) -> Any:
         )
     try:
         config = config_of(raw)
+        # One block on the meta device takes no memory, and shows what transformers would only say
+        # after gigabytes were read.
         laid_out(_of_one_block(config), part=Part(range(1), is_first=False, is_last=False))
     except XcloudError:
         raise
@@ -169,6 +171,7 @@ def _check_rope(described: Mapping[str, Any]) -> None:
         rope = described.get(key) or {}
         if not isinstance(rope, Mapping):
             continue
+        # Gemma 3 has one description for each kind of attention, others have one for all.
         for of_layers in (rope, *rope.values()):
             if not isinstance(of_layers, Mapping):
                 continue
@@ -205,6 +208,8 @@ def config_of_stage(described: Mapping[str, Any]) -> Any:
             f"config.model_type of the stage is {described.get('model_type')!r:.100}; it can be "
             f"{', '.join(KINDS)}"
         )
+    # Keys of the type's own default config are known to be harmless; others must be plain
+    # attributes.
     plain = _auto_config().for_model(described["model_type"])
     known = plain.to_dict().keys() | {"model_type", "transformers_version"}
     for key in described.keys() - known:
@@ -244,6 +249,7 @@ def laid_out(config: Any, part: Part) -> Any:
     from transformers import AttentionInterface, AutoModelForCausalLM
 
     AttentionInterface.register(ATTENTION, attend)
+    # Laid out whole and then emptied, as the classes of transformers know nothing of parts.
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             config, attn_implementation=ATTENTION, dtype=torch.float32, trust_remote_code=False
@@ -256,6 +262,7 @@ def laid_out(config: Any, part: Part) -> Any:
             blocks[number] = Elsewhere()
         elif kind.experts:
             with torch.device("meta"):
+                # On the meta device, too: experts get memory with their block.
                 separate_experts(blocks[number], kind.experts)
     if not part.is_first:
         for name in (kind.embeddings, *kind.first):
@@ -263,6 +270,7 @@ def laid_out(config: Any, part: Part) -> Any:
     if not part.is_last:
         setattr(base, kind.norm, Elsewhere())
         setattr(network, HEAD, Elsewhere())
+    # In training keys and values are kept by nobody; `run` asks for them when it writes.
     network.config.use_cache = False
     return network
 
@@ -293,6 +301,7 @@ def run(
     past: the keys and values of the tokens before these; those of these tokens are added to it.
     router_logits: a list to which the logits of each router are appended, [B * S, experts].
     """
+    # Only what is wanted: not all models know each of these arguments.
     asked: dict[str, Any] = {}
     if documents is not None:
         asked["documents"] = documents
@@ -346,6 +355,7 @@ def draw_weights(network: Any, seed: int) -> None:
     blocks = dict(blocks_of(network))
     with torch.no_grad():
         for name in (*ends, *blocks, HEAD):
+            # A stream for each block and end: weights do not depend on which stage draws them.
             with seeded(seed, "causal", name):
                 for inner in network.get_submodule(name).modules():
                     network._init_weights(inner)
@@ -385,6 +395,7 @@ def check_checkpoint(name_or_path: str) -> list[str]:
     embeddings, head = (
         place_in(files, network, name, is_tied=is_tied) for name in (inner, f"{HEAD}.weight")
     )
+    # Both are in the file, and only one is read: they had better be equal.
     if is_tied and embeddings != head:
         if not torch.equal(files.tensor(embeddings), files.tensor(head)):
             raise DataError(
@@ -425,6 +436,7 @@ def load_weights(
 
     def keep(prefix: str, module: nn.Module) -> None:
         """Lay out the matrices of a block, or of the ends, as they are kept."""
+        # A block; `network` stands for the ends, which come last.
         if module is not network:
             keep_matrices(
                 module,
@@ -462,6 +474,7 @@ def load_weights(
                 tensor = files.tensor(place)
                 owner = network.get_submodule(name.rpartition(".")[0])
                 is_kept = isinstance(owner, FrozenMatrix) and parameter is owner.weight
+                # A packed matrix has another shape than the one that the file has.
                 expected = owner.stored_shape if is_kept else parameter.shape
                 if tensor.shape != expected:
                     raise DataError(
@@ -496,6 +509,7 @@ def merged_weights(network: Any) -> Iterator[tuple[str, Tensor]]:
         if path.endswith(".base_layer") and what == "weight":
             adapted = network.get_submodule(path.removesuffix(".base_layer"))
             weight = weight + adapted.get_delta_weight(ADAPTER).detach()
+        # The path of an expert's matrix: MIXTURE.NUMBER.MATRIX.
         expert_path, _, matrix = path.rpartition(".")
         mixture_path, _, number = expert_path.rpartition(".")
         mixture = network.get_submodule(mixture_path)
@@ -601,6 +615,7 @@ class Lora:
 
         network.requires_grad_(False)
         if self.adapts(network.config, blocks=part.blocks):
+            # peft draws as it adds; that must not move the random numbers of the run.
             with seeded(0, "replaced by draw"):
                 inject_adapter_in_model(self.adapter_config(network.config), network, ADAPTER)
         if self.experts:

@@ -67,6 +67,7 @@ CODE_VERSION = 2
 def packed_places(types_BS: Tensor) -> Tensor:
     """Position of each token in its document, from 0."""
     order_BS = torch.arange(types_BS.shape[1], device=types_BS.device).expand_as(types_BS)
+    # The first token begins a document, whatever its type.
     begins_BS = types_BS.diff(dim=1, prepend=types_BS[:, :1] - 1) != 0
     starts_BS = torch.where(begins_BS, order_BS, 0).cummax(1).values
     return order_BS - starts_BS
@@ -147,12 +148,16 @@ class CausalStage(Stage):
         packing, rows = self._rows(received, batch, past, router_logits=logits)
         routed: Message = {}
         if self._router_loss is not None:
+            # Routers of the stages before have sent their sums along: the last stage has those of
+            # all.
             routed = self._router_loss.sums(
                 logits or (), packing=packing.on(rows.device), received=received
             )
         if self._part.is_last:
             losses, guessed = self._losses(rows, packing=packing, batch=batch)
             loss = losses.sum()
+            # What the loss is a sum over: tokens, or pairs of answers. The routers' loss is a
+            # mean, so it is given as much weight as there are of them.
             weight = len(losses)
             if self._document_loss is not None:
                 nats, _ = _by_document(losses, guessed, packing)
@@ -161,9 +166,11 @@ class CausalStage(Stage):
             if self._router_loss is not None:
                 loss = loss + self._router_loss.of(routed) * weight
             return StageOutput(loss=loss)
+        # Places are below 2^15 (MAX_LENGTH): two bytes a token.
         counts = packing.counts.to(torch.int16)
         places = packing.positions.to(torch.int16)
         known = {"counts": counts, "places": places}
+        # Boundaries take float32, whatever precision the stage computed in.
         return StageOutput(known | routed | {"hidden": rows.float()})
 
     @torch.no_grad()
@@ -174,9 +181,11 @@ class CausalStage(Stage):
         losses, guessed = self._losses(rows, packing=packing, batch=batch)
         nats, counts = _by_document(losses.cpu(), guessed, packing)
         millionths = (1e6 * nats).round()
+        # Whole numbers cross clouds and are added up alike everywhere; NaN has none.
         millionths = torch.where(nats.isfinite(), millionths, NOT_FINITE)
         found = torch.stack((millionths.long(), counts), 1)
         starts_R = packing.positions == 0
+        # How many documents have begun up to the last token of each sample.
         ends = starts_R.cumsum(0)[packing.counts.cumsum(0) - 1].tolist()
         return [found[start:end].flatten().tolist() for start, end in pairwise([0, *ends])]
 
@@ -205,6 +214,8 @@ class CausalStage(Stage):
             piece = slice(start, start + self._chunk)
             logits_RC = _logits(rows_RH, head.weight, head.bias, piece, cap=self._cap)
             value_R, place_R = logits_RC.max(1)
+            # Greater and not equal: of equal logits the first token counts, as in one argmax over
+            # all.
             tokens_R = torch.where(value_R > best_R, start + place_R, tokens_R)
             best_R = torch.maximum(best_R, value_R)
         return tokens_R
@@ -247,6 +258,7 @@ class CausalStage(Stage):
             packing = Packing(counts=received["counts"], positions=received["places"].long())
             rows_RH = received["hidden"]
             if self.cut is not None:
+                # Back to all features, before the first block of this side.
                 rows_RH = self.cut(rows_RH, packing.on(device))
         # Rows of a micro-batch stand one behind the other, as one sample without padding. Only
         # kept keys and values need samples, of equal length, side by side.
@@ -267,6 +279,7 @@ class CausalStage(Stage):
         )
         rows = made_BSH.flatten(0, 1)
         if self.cut is not None and self._part.is_first:
+            # On the way out, so that a narrow row crosses.
             rows = self.cut(rows, packing.on(device))
         return packing, rows
 
@@ -274,6 +287,7 @@ class CausalStage(Stage):
         """Return the nats of each guessed token, and its row, which the host knows. Other rows
         never reach the head."""
         labels_R = packing.pack(batch[LABEL])
+        # On the host, where labels are: a mask on the device would make the host wait for it.
         guessed = (labels_R != NO_LABEL).nonzero()[:, 0]
         losses = chunked_cross_entropy(
             rows[bring(guessed, device=rows.device)],
@@ -364,6 +378,7 @@ def chunked_cross_entropy(
     """
     device = rows_RH.device.type
     if torch.is_autocast_enabled(device):
+        # A function of our own is not autocast by torch: it would compute in float32.
         rows_RH = rows_RH.to(torch.get_autocast_dtype(device))
     losses: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
         rows_RH, words_VH, bias_V, labels_R, chunk, cap
@@ -409,7 +424,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         right_R1 = torch.zeros(len(labels_R), 1, device=rows_RH.device)
         for piece, is_there_R1, places_R1 in _pieces(len(words_VH), labels_R, chunk=chunk):
             logits_RC = _logits(rows_RH, words_VH, bias_V, piece, cap=cap)
+            # log sum exp over all = log sum exp of those of the pieces.
             norms.append(logits_RC.logsumexp(1))
+            # A mask and no selection of rows: its size would depend on values, and the host would
+            # wait.
             right_R1 = logits_RC.gather(1, places_R1).where(is_there_R1, right_R1)
         norm_R = torch.stack(norms).logsumexp(0)
         ctx.save_for_backward(rows_RH, words_VH, bias_V, labels_R, norm_R)
@@ -427,6 +445,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         to_bias = torch.zeros_like(bias_V) if wants_bias else None
         for piece, is_there_R1, places_R1 in _pieces(len(words_VH), labels_R, chunk=ctx.chunk):
             logits_RC = _logits(rows_RH, words_VH, bias_V, piece, cap=ctx.cap)
+            # d loss / d logits = softmax - one-hot, in place, as this is the largest tensor of
+            # all.
             slope_RC = (logits_RC - norm_R[:, None]).exp_()
             slope_RC.scatter_add_(1, places_R1, -is_there_R1.float())
             slope_RC *= gradients[0][:, None]
@@ -558,6 +578,7 @@ class OwnCausal:
             "eos_token_id": ids.eos,
             "pad_token_id": None,
         }
+        # Mistral's default is a window; here every token sees all before it, whatever the kind.
         return config_of(described | ({"sliding_window": None} if self.kind == "mistral" else {}))
 
     def folder(self, context: BuildContext) -> Path:

@@ -45,16 +45,20 @@ class Documents:
         ]
         members: list[list[int]] = []
         for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+            # From the longest down, a group ends where padding would be more than a quarter of a
+            # document.
             if not members or lengths[number] < SHORTEST * lengths[members[-1][0]]:
                 members.append([])
             members[-1].append(number)
         all_rows: list[Tensor] = []
         self._groups: list[tuple[Tensor, Packing]] = []
+        # In their order in the batch, so that gathering rows reads memory forward.
         for numbers in map(sorted, members):
             rows = torch.cat([torch.arange(lengths[n]) + starts[n] for n in numbers])
             counts = torch.tensor([lengths[n] for n in numbers])
             all_rows.append(rows)
             self._groups.append((bring(rows, device), Packing(counts).on(device)))
+        # Puts rows of all groups back where they stood.
         self._order_R = bring(torch.cat(all_rows).argsort(), device)
 
     def attend(
@@ -65,6 +69,7 @@ class Documents:
         for rows, packing in self._groups:
             grids = []
             for tensor in (query_RNF, key_RNF, value_RNF):
+                # One group: rows are in order already, and nothing is copied.
                 own = tensor if len(self._groups) == 1 else tensor.index_select(0, rows)
                 grids.append(packing.unpack(own).transpose(1, 2))
             made.append(packing.pack(how(*grids).transpose(1, 2)))
@@ -123,6 +128,7 @@ def causal(
     num_keys = key.shape[2]
     before = num_keys - num_new
     window = min(window or num_keys, num_keys)
+    # torch's causal flag is of squares; one new token sees everything and needs none.
     is_plain = softcap is None and window == num_keys and (num_new == 1 or before == 0)
     if not (is_plain and _shares_keys(query)):
         # One head of keys and values for each head of queries.
@@ -141,6 +147,7 @@ def causal(
                 enable_gqa=key.shape[1] < query.shape[1],
             )
     made = []
+    # A few queries at a time: their mask is [QUERIES, keys], and a window leaves out most keys.
     for start in range(0, num_new, QUERIES):
         some = query[:, :, start : start + QUERIES]
         first = max(0, before + start - window + 1)
@@ -158,6 +165,7 @@ def causal(
         else:
             scores = some @ keys.transpose(2, 3) * (scaling or query.shape[3] ** -0.5)
             scores = softcap * torch.tanh(scores / softcap)
+            # The least number and not -inf: a row of -inf alone would be NaN.
             scores = scores.masked_fill(~sees, torch.finfo(scores.dtype).min)
             weights = F.dropout(scores.softmax(-1, dtype=torch.float32), dropout)
             mixed = weights.to(values.dtype) @ values

@@ -45,6 +45,7 @@ class Packing:
     """
 
     def __init__(self, counts: Tensor, positions: Tensor | None = None) -> None:
+        # Both ends in one copy from the device.
         shortest, longest = torch.stack(counts.aminmax()).tolist()
         if shortest < 1:
             raise ValueError("a sample has no token")
@@ -53,6 +54,7 @@ class Packing:
         self.mask: Tensor | None = None
         places = torch.arange(longest, device=counts.device)
         if shortest == longest:
+            # Equal lengths: nothing is padded, and packing is a change of shape.
             own = places.repeat(len(counts))
         else:
             is_token_BS = places < self.counts[:, None]
@@ -71,6 +73,7 @@ class Packing:
 
     def on(self, device: torch.device) -> Packing:
         """Return the packing of rows that are on this device."""
+        # Counts stay on the host, which needs the numbers.
         there = copy.copy(self)
         there.positions = bring(self.positions, device)
         if self.mask is not None:
@@ -177,6 +180,8 @@ class CrossAttention(nn.Module):
         assert cache.source is not None
         keys, values = cache.source
         grid = packing.unpack(self.query(rows_RH))
+        # In a decoding step N hypotheses of a sentence are as many queries to its keys, which stay
+        # [B, h, S, d].
         query = grid.reshape(len(keys), -1, self.num_heads, keys.shape[3]).transpose(1, 2)
         mixed = F.scaled_dot_product_attention(query, keys, values, attn_mask=cache.mask)
         return cast(Tensor, self.output(packing.pack(mixed.transpose(1, 2).reshape(grid.shape))))

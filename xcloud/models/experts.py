@@ -45,6 +45,7 @@ class Expert(nn.Module):
 
     def forward(self, rows_RH: Tensor, adapters: Sequence[ExpertAdapter]) -> Tensor:
         gate, up, down = (self.get_submodule(name) for name in self._names)
+        # down(act(gate x) * up x), each product with what its adapter adds.
         opened = gate(rows_RH)
         passed = up(rows_RH)
         if adapters:
@@ -84,6 +85,7 @@ class ExpertAdapters(nn.Module):
         outputs, inputs = shape
         self._num_experts = num_experts
         self._scale = scale
+        # Laid out and drawn as peft does, so that a file of adapters loads there.
         self.lora_A = nn.Parameter(torch.empty(num_experts * r, inputs))
         self.lora_B = nn.Parameter(torch.empty(outputs, r * num_experts))
 
@@ -147,7 +149,9 @@ class Experts(nn.Module):
     def forward(self, rows_RH: Tensor, chosen_Rk: Tensor, weights_Rk: Tensor) -> Tensor:
         """Return the weighted sum of what the chosen experts make of each row."""
         order = chosen_Rk.flatten().argsort(stable=True)  # places in [R, k], expert by expert
+        # The host waits for the device here: only the device knows which expert gets which rows.
         counts = chosen_Rk.flatten().bincount(minlength=self.num_experts).tolist()
+        # Place n of the flattened [R, k] is of row n // k.
         sorted_rows = rows_RH[order // chosen_Rk.shape[1]]
         weight = next(self.get_submodule("0").parameters())
         is_trained = weight.requires_grad and torch.is_grad_enabled()
@@ -162,12 +166,15 @@ class Experts(nn.Module):
                 made.append(self.get_submodule(str(number))(rows, adapters))
         weights = weights_Rk.flatten()[order, None]
         weighted = torch.cat(made) * weights
+        # Back into [R, k]: a row's k results then lie beside each other and are added in one
+        # order.
         in_place = weighted[order.argsort()]
         return torch.unflatten(in_place, 0, chosen_Rk.shape).sum(1).to(rows_RH.dtype)
 
 
 def separate_experts(block: nn.Module, names: Sequence[str]) -> None:
     """Put Experts in place of the experts of a block, if it has any."""
+    # Some blocks of a mixture are dense, and blocks of other stages stand for nothing.
     theirs = getattr(getattr(block, "mlp", None), "experts", None)
     if theirs is not None:
         cast(Any, block).mlp.experts = Experts(theirs, names)
@@ -224,9 +231,11 @@ class RouterLoss:
             tokens_BE = bring(received[TOKENS], device)
             shares_BE = received[SHARES]
         for of_router in logits:
+            # In float32, as transformers sums them.
             shares_BSE = packing.unpack(of_router.softmax(-1).float())
             chosen_BSk = shares_BSE.topk(self.num_chosen, dim=-1).indices
             chosen_BSE = torch.zeros_like(shares_BSE).scatter_(2, chosen_BSk, 1)
+            # Padded cells hold arbitrary values, and they are no tokens.
             if packing.mask is not None:
                 is_token_BS1 = packing.mask[:, 0, 0, :, None]
                 chosen_BSE = chosen_BSE * is_token_BS1
@@ -239,5 +248,7 @@ class RouterLoss:
         """Return the weighted loss from the sums of all stages."""
         tokens_E = sums[TOKENS].sum(0).float()
         shares_E = sums[SHARES].sum(0)
+        # Each token is sent to k experts. With f = tokens / rows and P = shares / rows the two
+        # divisions make rows squared.
         num_rows = tokens_E.sum() / self.num_chosen
         return self.weight * self.num_experts * (tokens_E * shares_E).sum() / num_rows**2

@@ -46,8 +46,10 @@ class Choice:
     def of(self, logits_V: Tensor) -> int:
         if not self._temperature:
             return int(logits_V.argmax())
+        # float64: sums over a large vocabulary decide at the edge of top_p.
         scaled_V = logits_V.double() / self._temperature
         shares_V, words_V = scaled_V.softmax(0).sort(descending=True)
+        # Those whose predecessors do not reach top_p yet: the first one is always kept.
         kept_V = shares_V * (shares_V.cumsum(0) - shares_V < self._top_p)
         return int(words_V[torch.multinomial(kept_V, 1, generator=self._draw)])
 
@@ -68,6 +70,7 @@ def following(
     new = list(ids)
     pasts = [Past() if cached else None for _ in stages]
     while True:
+        # With kept keys and values only the new token goes through the stages.
         given = torch.tensor([new if cached else text])
         batch = {"ids": torch.arange(1), TEXT: given, TYPES: torch.zeros_like(given)}
         message: Message | None = None

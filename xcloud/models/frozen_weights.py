@@ -51,6 +51,7 @@ class FrozenMatrix(nn.Module):
     def __init__(self, linear: nn.Module, kind: WeightFormat) -> None:
         super().__init__()
         self.kind = kind
+        # On the meta device: shapes are known, memory comes when the block is filled.
         given = cast(Tensor, linear.weight)
         self.is_transposed = not isinstance(linear, nn.Linear)  # as GPT-2 stores it
         self.stored_shape = given.shape
@@ -77,7 +78,9 @@ class FrozenMatrix(nn.Module):
             scales = blocks.abs().amax(1)
             values = torch.tensor(NF4_VALUES, device=flat.device)
             middles = (values[1:] + values[:-1]) / 2
+            # A value's code is the number of middles between neighbours that lie below it.
             nearest = torch.bucketize(_over(blocks, scales=scales), middles).to(torch.uint8)
+            # Two codes a byte, the first one in the upper half, as bitsandbytes has them.
             codes = (nearest[:, 0::2] << 4) | nearest[:, 1::2]
         elif self.kind == "int8":
             scales = dense.float().abs().amax(1)
@@ -92,9 +95,12 @@ class FrozenMatrix(nn.Module):
         """Return W [O, I], which holds until this thread makes another matrix dense."""
         if self.scales is None:
             return cast_to(dtype, self.weight)
+        # Memory that is kept and used again: a product needs W for itself alone.
         room = partial(scratch, device=self.weight.device)
         if self.kind == "nf4":
             values = room("dense", (len(self.weight), NF4_BLOCK), dtype)
+            # Some blocks at a time (NF4_BLOCKS_AT_ONCE), by way of a table of the 256 pairs of
+            # values.
             parts = (
                 torch.split(one, NF4_BLOCKS_AT_ONCE) for one in (self.weight, self.scales, values)
             )
@@ -103,7 +109,9 @@ class FrozenMatrix(nn.Module):
                 pairs = room("pairs", (codes.numel(), 2), torch.float32)
                 torch.index_select(_pairs(codes.device), 0, places, out=pairs)
                 torch.mul(pairs.view(len(codes), -1), scales[:, None], out=filled)
+            # The last block may be filled up with zeros.
             return values.flatten()[: self.shape.numel()].view(self.shape)
+        # In float32 the wide form is the result already.
         use = "dense" if dtype == torch.float32 else "wide"
         wide = room(use, self.shape, torch.float32).copy_(self.weight)
         return cast_to(dtype, wide.mul_((self.scales / 127)[:, None]))
@@ -114,6 +122,7 @@ class FrozenMatrix(nn.Module):
         return dense.T if self.is_transposed else dense
 
     def forward(self, rows: Tensor) -> Tensor:
+        # A function of our own is not autocast by torch.
         dtype = rows.dtype
         if torch.is_autocast_enabled(rows.device.type):
             dtype = torch.get_autocast_dtype(rows.device.type)
@@ -126,6 +135,7 @@ class FrozenMatrix(nn.Module):
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, matrix: FrozenMatrix) -> Tensor:
+        # The module and not its dense matrix: that would stay in memory until the backward.
         ctx.matrix = matrix
         bias = matrix.bias
         if bias is not None:
@@ -166,6 +176,7 @@ def keep_matrices(block: nn.Module, kind_of: Callable[[str], WeightFormat]) -> N
     from transformers.pytorch_utils import Conv1D
 
     for name, module in list(block.named_modules()):
+        # Adapters are small and trained: they stay as they are.
         if isinstance(module, nn.Linear | Conv1D) and ".lora_" not in f".{name}":
             kind = kind_of(f"{name}.weight")
             if kind != "float32":

@@ -73,6 +73,7 @@ class LowRankSplit(TextModel):
     def __post_init__(self) -> None:
         if self.public_text is None and self.split.needs_public_text:
             raise ConfigError("split.calibration=public needs model.public_text: set it, or own")
+        # A checkpoint's sizes are in its files, which `boundary` reads.
         if not self.backbone.is_checkpoint:
             self.split.check(self.backbone.depth(), self.backbone.width())
 
@@ -127,6 +128,8 @@ class LowRankSplit(TextModel):
             head = given["head"] and Head(**given["head"])
             context = replace(context, head=head, max_length=int(given["max_length"]))
         answers = context.head and asdict(context.head)
+        # The middle cloud does not see the task: whoever serves the stages reads the head from
+        # here.
         about: dict[str, Any] = {"head": answers, "max_length": context.max_length}
         if stage == 2:  # a separate head needs only the encoder's width
             hidden = self.backbone.width() if given is None else int(given["hidden"])
@@ -153,6 +156,8 @@ class LowRankSplit(TextModel):
         hidden = config.hidden
         split.check(num_blocks, hidden)
         about["backbone"] = asdict(config)
+        # The cut block is in both stages at first: a cut inside of it takes half of it on each
+        # side.
         blocks = range(split.block, num_blocks) if stage else range(split.block + 1)
         encoder = self._part(weights, blocks, is_bottom=stage == 0)
         layers = dict(encoder.layers)
@@ -169,6 +174,7 @@ class LowRankSplit(TextModel):
                 split, stage, sizes, lower=lower, public=self.public_text, context=context
             )
             about[BASES] |= {} if cut is None else cut.measured_on
+        # The cut stands last in the lower stage and first in the upper one, among the layers.
         ends = {} if cut is None else {"cut": cut}
         if stage == 0:
             # Networks with one type, such as RoBERTa, separate the texts by their eos ids.
@@ -186,6 +192,7 @@ class LowRankSplit(TextModel):
                 handed_over=handed,
                 frozen=frozen,
             )
+        # With two stages nothing crosses between way and head, and both stand here.
         way, widen = way_to_head(hidden, rank=split.head_rank, seed=context.seed)
         end: TextHead | None = None
         if num_stages == 2:
@@ -213,8 +220,11 @@ class LowRankSplit(TextModel):
 
     def _part(self, weights: Weights, blocks: range, is_bottom: bool) -> Encoder:
         drops = (self.dropout, self.attention_dropout)
+        # A frozen bottom without dropout makes the same rows in every epoch, which may then be
+        # kept.
         dropout, in_attention = (0.0, 0.0) if is_bottom and self.split.freeze_bottom else drops
         config = replace(weights.config, dropout=dropout, attention_dropout=in_attention)
+        # Building draws weights; that must not move the run's random numbers.
         with seeded(0, "replaced by the backbone's weights"):
             encoder = Encoder(config, layers=blocks, embeddings=is_bottom, head=False)
         if weights.tensors is not None:
@@ -235,6 +245,7 @@ class LowRankSplit(TextModel):
             )
         if head.kind == "span":
             return SpanHead(hidden, max_answer_tokens=self.max_answer_tokens, seed=context.seed)
+        # A checkpoint's pooler was trained to make a text's row; of an export it is in the file.
         pooler = self.backbone.pooler() if context.architecture is None else None
         return SampleHead(hidden, head, dropout=self.dropout, seed=context.seed, pooler=pooler)
 
@@ -265,6 +276,7 @@ def cut_inside(split: Split, stage: int, block: EncoderLayer) -> nn.Module:
         return SvdTop(block, rank=split.rank, in_attention=in_attention)
     if not in_attention:
         return FeedForwardBottom(block, rank=split.rank)
+    # V takes the place of W; its bias stands behind U, on the other side.
     block.attention.output = filled(factors(block.attention.output.weight, rank=split.rank)[2])
     return block.attention
 
@@ -276,6 +288,7 @@ class FeedForwardBottom(nn.Module):
         super().__init__()
         self.block = block
         block.down = filled(factors(block.down.weight, rank)[2])
+        # What the other side computes goes, so that it is neither trained nor saved twice.
         del block.norm
 
     def forward(self, rows_RH: Tensor, packing: Packing) -> Tensor:
@@ -314,6 +327,7 @@ class SvdTop(nn.Module):
 def factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """U [m, K], S [K, K], V [K, d] of W [m, d], from the exact SVD in float64. The largest entry
     of each column of U is positive, so that clouds computing it separately agree on signs."""
+    # On the CPU in float64: each cloud computes it for itself and must come to the same.
     u, s, v = torch.linalg.svd(weight.double().cpu(), full_matrices=False)
     sign = largest_entry_sign(u[:, :rank])
     return (

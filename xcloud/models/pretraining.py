@@ -85,6 +85,7 @@ class Descent:
 
     def learning_rate_at(self, step: int) -> float:
         """Return the learning rate of a step, counted from 0."""
+        # The smaller of both lines counts: up to the end of the warm-up, then down to zero.
         warm = (step + 1) / (self.warmup_steps + 1)
         left = (self.steps - step) / max(1, self.steps - self.warmup_steps)
         return self.learning_rate * min(1.0, warm, left)
@@ -106,6 +107,7 @@ class Descent:
         written every SAVE_EVERY_S; an earlier process's descent is resumed from it, bit for bit.
         """
         network.train()
+        # The run's own optimizer, so that what decays and what does not is said in one place.
         decayed = Optimizer(betas=(0.9, 0.98), weight_decay=self.weight_decay)
         optimizer = decayed.build(network)
         parts: dict[str, Stateful] = {
@@ -115,10 +117,12 @@ class Descent:
         if more is not None:
             parts["more"] = TrainedModule(module=more, optimizer=None)
         folder = CheckpointFolder(unfinished)
+        # The newest state that is complete; an interrupted write left one without.
         first = next((step for step in folder.steps() if folder.ranks(step)), 0)
         if first:
             load_states(parts, state=folder.read(first, 0), owner="an unfinished backbone")
             report(f"resumed after step {first} of {self.steps}, where it was interrupted")
+        # Batches are drawn again up to here, as their generator is no part of the state.
         batches = islice(batches, first, None)
         began_at_s = saved_at_s = time.monotonic()
         report_at_s = began_at_s + FIRST_REPORT_S
@@ -141,6 +145,7 @@ class Descent:
                 report(f"step {step + 1}/{self.steps}, {about}, {score()}")
                 report_at_s = time.monotonic() + REPORT_EVERY_S
             if now_s - saved_at_s >= SAVE_EVERY_S:
+                # The new one first, then the earlier ones go: there is always one to resume from.
                 folder.write(step + 1, 0, states_of(parts), {})
                 for earlier in folder.steps()[1:]:
                     folder.delete(earlier, rank=0)
@@ -253,6 +258,7 @@ def pretrain(
     """
     device = next(encoder.parameters()).device
     draw = torch.Generator().manual_seed(seed_of(settings.seed, "masks and order"))
+    # Room for bos and eos.
     longest = encoder.config.max_positions - 2
     texts = [torch.tensor([ids.bos, *text[:longest], ids.eos]) for text in sentences if len(text)]
     if len(texts) < 2:
@@ -262,6 +268,7 @@ def pretrain(
     num_held_out = max(1, min(MAX_HELD_OUT, round(settings.held_out_share * len(texts))))
     train = [texts[i] for i in order[num_held_out:]]
     held_out = [texts[i] for i in order[:num_held_out]]
+    # Updates for one pass over the texts, about.
     a_pass = math.ceil(sum(map(len, train)) / settings.batch_tokens)
     shorter = "steps"
     if settings.max_epochs is not None and (most := settings.max_epochs * a_pass) < settings.steps:
@@ -293,6 +300,8 @@ def pretrain(
         for step, _ in steps:
             if best is not None and (step + 1) % a_pass == 0:
                 best.take(encoder, score().loss)
+                # `best` is a part of the saved state, so a resumed pretraining ends at the same
+                # step.
                 if best.num_worse == PATIENCE:
                     report(f"ends at step {step + 1}: the held-out loss rises")
                     break
@@ -309,6 +318,7 @@ def evaluate(
     """texts: with special ids. Uses the same masks at each call."""
     was_training = encoder.training
     encoder.eval()
+    # The same masks each time: losses of different steps differ by the network alone.
     draw = torch.Generator().manual_seed(seed_of(settings.seed, "held-out masks"))
     causal = settings.causal_share == 1
     total = 0.0
@@ -324,6 +334,7 @@ def evaluate(
         )
         loss, hits = _loss(encoder, batch=guesses)
         masked = len(guesses.truth_M)
+        # Batches differ in how many tokens are masked, so means are weighed by that.
         total += float(loss) * masked
         right += int(hits)
         num += masked
@@ -342,6 +353,7 @@ def _batches(
     """Endless batches of about `batch_tokens` tokens, with texts of similar length."""
     pending: list[Tensor] = []
     mean_length = sum(map(len, texts)) / len(texts)
+    # Sorted within a pool and not over all texts: batches are alike in length, and still mixed.
     pool = max(1, round(BATCHES_SORTED_TOGETHER * batch_tokens / mean_length))
     while True:
         order = torch.randperm(len(texts), generator=draw).tolist()
@@ -356,6 +368,7 @@ def _batches(
                 ready[-1].append(text)
                 room -= len(text)
             del pending[:pool]
+        # Drawn once more: in the order of the sorting texts would grow longer batch by batch.
         for i in torch.randperm(len(ready), generator=draw).tolist():
             yield ready[i]
 
@@ -382,6 +395,7 @@ def _guesses(
     if not causal:
         seen_R, from_M = mask_tokens(truth_R, ids, mask_share, draw=draw)
         return _Guesses(seen_R, lengths, from_M, truth_M=truth_R[from_M], causal=False)
+    # The last token of a text has nothing behind it to be guessed.
     has_next_R = torch.ones_like(truth_R).index_fill_(0, lengths.cumsum(0) - 1, 0)
     from_M = has_next_R.nonzero()[:, 0]
     return _Guesses(
@@ -404,6 +418,7 @@ def mask_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Network input [R] and the rows to predict [M]: at least one, never bos or eos."""
     masked_M = choose_masked(truth_R, special=ids, share=mask_share, draw=draw)
+    # Below 0.8 the mask id, below 0.9 a random one, else the token itself.
     fate = torch.rand(len(masked_M), generator=draw)
     words = torch.randint(ids.size, (len(masked_M),), generator=draw)
     replaced = torch.where(fate < 0.8, torch.full_like(words, ids.mask), words)
@@ -427,11 +442,15 @@ def choose_masked(
         chance_R = torch.rand(len(ids_R), generator=draw)
     else:
         after_fixed_R = torch.cat((torch.ones(1, dtype=torch.bool), fixed_R[:-1]))
+        # A word begins at a piece that starts one, at a special id, and behind one.
         begins_R = starts_V[ids_R] | fixed_R | after_fixed_R
         row_R = torch.arange(len(ids_R))
+        # The place of each piece within its word.
         place_R = row_R - (row_R * begins_R).cummax(0).values
         word_R = (place_R % LONGEST_WORD == 0).cumsum(0) - 1
+        # One draw for each word, which all of its pieces share.
         chance_R = torch.rand(int(word_R[-1]) + 1, generator=draw)[word_R]
+    # Never below `share`; and never the least of all, unless nothing else is there.
     chance_R = chance_R.masked_fill(fixed_R, 1.0)
     masked_M = (chance_R < share).nonzero()[:, 0]
     return masked_M if len(masked_M) else chance_R.argmin(0, keepdim=True)

@@ -63,6 +63,7 @@ def rotated(rows_BSNF: Tensor, places_BS: Tensor) -> Tensor:
     frequencies from 1 down to 1 / 1024; the others stay."""
     num_turned = rows_BSNF.shape[3] // 4
     exponents = torch.linspace(0, 1, steps=num_turned, device=rows_BSNF.device)
+    # A frequency of zero is an angle of zero: that half of the pairs stays.
     frequencies = F.pad(LOWEST_FREQUENCY**exponents, (0, num_turned))
     angle = (places_BS.float()[:, :, None] * frequencies)[:, :, None]
     cos = angle.cos()
@@ -78,6 +79,7 @@ class Attention(nn.Module):
         width = config.hidden_size
         self.number = number
         self.num_heads = config.num_attention_heads
+        # The benchmark's constant for its heads, scaled as 1 / sqrt(F) is for others.
         self.scale = SCALE_OF_128 * (128 / (width // self.num_heads)) ** 0.5
         self.q_proj = nn.Linear(width, width)
         self.k_proj = nn.Linear(width, width)
@@ -93,6 +95,7 @@ class Attention(nn.Module):
         )
         query, key, value = heads
         size = query.shape[3:]
+        # Queries and keys of one length: scores are cosines, times the scale.
         query = rotated(F.rms_norm(query, size), position_ids).transpose(1, 2)
         key = rotated(F.rms_norm(key, size), position_ids).transpose(1, 2)
         value = value.transpose(1, 2)

@@ -101,6 +101,8 @@ class Split:
     head_rank: Positive | None = None
 
     def __post_init__(self) -> None:
+        # A setting that its method does not read must stay as it is by default: it would be
+        # ignored without a word.
         usual = {setting.name: setting.default for setting in fields(self)}
         for name, methods in OF_METHODS.items():
             applies = self.rank is not None and self.method in methods
@@ -179,6 +181,8 @@ class Orthonormal(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         tall = x if x.shape[0] >= x.shape[1] else x.T
         factor, triangle = torch.linalg.qr(tall)
+        # A positive diagonal makes the factorization unique, so that a small step of X is a small
+        # step of Q.
         unique: Tensor = factor * triangle.diagonal().sign()
         return unique if x.shape[0] >= x.shape[1] else unique.T
 
@@ -210,6 +214,7 @@ class Projection(nn.Module):
         shift = torch.zeros(split.num_places(max_length), ends[1])
         self._is_up = is_up
         is_trained = is_up and len(shift) > 0
+        # Down it is -E anchor, a constant that follows from both.
         self.shift = nn.Parameter(shift) if is_trained else nn.Buffer(shift)
         # Digests of public text that every cloud measures its basis on, and of the network.
         self.measured_on: dict[str, str] = {}
@@ -258,6 +263,8 @@ def projection_at(
     cut = Projection(split, is_up=bool(stage), hidden=hidden, max_length=max_length)
     specs = split.start_specs(hidden, max_length)
     if stage and specs:
+        # Zeros of the right shapes: what the owner of the text hands over replaces them before the
+        # first step.
         cut.start(*(torch.zeros(spec.shape) for spec in specs))
     if context.architecture is not None or (stage and specs):
         return cut, ()
@@ -304,6 +311,7 @@ def measured_basis(
         batch = dict(context.samples(split.calibration_texts))
         # Padding is no text: it must not count in the moments.
         batch[TEXT] = batch[TEXT].masked_fill(batch[TEXT] == ids.pad, NO_TOKEN)
+    # Settings that do not change the basis must not change its name in the cache.
     measured = replace(split, freeze_bottom=False, head_rank=None)
     described = {
         "code": CODE_VERSION,
@@ -398,6 +406,7 @@ class _Moments:
         mean_H = self.sum_PH.sum(0) / self.count_P.sum()
         if places <= 1:
             return mean_H.float().expand(places, -1).contiguous()
+        # As if each position had been seen RARE_ROWS times more, with the overall mean.
         weighted = self.sum_PH + RARE_ROWS * mean_H
         return (weighted / (self.count_P + RARE_ROWS)[:, None]).float()
 
@@ -407,13 +416,17 @@ class _Moments:
         if len(anchor):
             around = anchor.double().expand(len(self.count_P), -1)
             mixed = self.sum_PH.T @ around
+            # sum (h - a)(h - a)' from sums of h and h h' by position: rows need not be kept.
             product = product - mixed - mixed.T + around.T @ (self.count_P[:, None] * around)
         covariance = product / self.count_P.sum()
+        # Rounding leaves it not quite symmetric.
         values, vectors = torch.linalg.eigh((covariance + covariance.T) / 2)
         kept = values.flip(0)[:rank].clamp_min(0)
         basis_HK = vectors.flip(1)[:, :rank]
+        # The sign of an eigenvector is free; clouds that estimate it alone must agree on it.
         basis_HK = basis_HK * largest_entry_sign(basis_HK)
         share = float(kept.sum() / values.clamp_min(0).sum())
+        # A direction of hardly any variance would else be blown up without bound.
         scale = kept.sqrt().clamp_min(1e-4 * float(kept[0].sqrt())) if whiten else kept * 0 + 1
         encode = (basis_HK / scale).T.float().contiguous()
         return encode, (basis_HK * scale).float().contiguous(), share

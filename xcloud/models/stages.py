@@ -80,6 +80,8 @@ class RowsStage(Stage):
         else:
             assert self.embeddings is not None
             read = [self._field, TYPES] if self._has_types else [self._field]
+            # Batches stay on the host, which packs them: the device would have to be asked for
+            # sizes.
             on_host = Packing.of(batch[self._field], self._pad)
             ids_R, *types = (bring(on_host.pack(batch[name]), device=self.device) for name in read)
             packing = on_host.on(self.device)
@@ -128,7 +130,9 @@ class UpperStage(RowsStage):
 
     def _answerable(self, received: Message | None, batch: Batch) -> tuple[Tensor, Packing | None]:
         """[B, H], or [R, H] without pooling, with the packing if it is known here."""
+        # An upper stage reads no text: rows always come from below.
         assert received is not None
+        # A separate head gets one row a sample, pooled by the stage before.
         if "counts" not in received:
             return self.way(received["pooled"]), None
         rows, packing = self._rows(received, batch=batch)
@@ -196,6 +200,7 @@ class SampleHead(nn.Module):
 
     def loss(self, scores: Tensor, label: Tensor, packing: Packing | None) -> Tensor:
         if self.is_value:
+            # Sums over samples: the trainer divides by the weight of the whole update.
             return F.mse_loss(scores[:, 0], label, reduction="sum")
         return F.cross_entropy(scores, label, reduction="sum")
 
@@ -227,6 +232,7 @@ class SpanHead(nn.Module):
         assert packing is not None
         grid_BS2 = packing.unpack(scores)
         if packing.mask is not None:
+            # Padding is no token that an answer could begin or end at.
             grid_BS2 = grid_BS2.masked_fill(~packing.mask[:, 0, 0, :, None], -torch.inf)
         first = F.cross_entropy(grid_BS2[..., 0], label[:, 0], reduction="sum")
         last = F.cross_entropy(grid_BS2[..., 1], label[:, 1], reduction="sum")
@@ -238,6 +244,7 @@ class SpanHead(nn.Module):
         grid_BS2 = packing.unpack(scores)
         places_S = torch.arange(packing.longest, device=scores.device)
         counts = bring(packing.counts, device=scores.device)
+        # From where the context begins up to the final eos: an answer is never in the question.
         allowed_BS = (places_S >= label[:, 2:]) & (places_S < counts[:, None] - 1)
         assert allowed_BS.any(1).all(), "a sample has no token that could be an answer"
         grid_BS2 = grid_BS2.masked_fill(~allowed_BS[:, :, None], -torch.inf)
@@ -246,6 +253,7 @@ class SpanHead(nn.Module):
         answers = []
         for first_S, last_S in zip(*grid_BS2.unbind(2), strict=True):
             sums_SS = first_S[:, None] + last_S  # of one sample: of all it may not fit memory
+            # Every pair of first and last token of the sample that an answer may have.
             best, cell = sums_SS.masked_fill(~fits_SS, -torch.inf).flatten().max(0)
             place = divmod(int(cell), packing.longest)
             answers.append([*place, round(SCORE_SCALE * float(best))])
@@ -299,6 +307,7 @@ def rows_boundary(
 def seed_of(seed: int, *names: str | int) -> int:
     """A 63-bit seed for the named part, equal in every process and on every machine."""
     text = repr((seed, *names)).encode()
+    # torch takes seeds below 2^63. A hash, as Python's own differs from process to process.
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
 
 

@@ -68,6 +68,7 @@ class Greedy(Limits):
         for position in range(longest):
             tokens = _without_special(decoder.step(tokens), ids).argmax(1)
             written[alive, position] = tokens
+            # Sentences that have ended leave the batch, so that late ones cost only themselves.
             going = ((tokens != ids.eos) & (limits[alive] > position + 1)).nonzero()[:, 0]
             if not len(going):
                 break
@@ -101,6 +102,8 @@ class Beam(Limits):
         best_written = limits.new_full((len(limits), longest), ids.eos)
         num_ended = torch.zeros_like(limits)
 
+        # K hypotheses of each sentence from the start; the source's keys stay one for each
+        # sentence.
         decoder.keep(alive.repeat_interleave(beams))
         tokens_N = limits.new_full((len(limits) * beams,), ids.bos)
         written_BKL = limits.new_full((len(limits), beams, longest), ids.eos)
@@ -112,6 +115,7 @@ class Beam(Limits):
             scores_NV = _without_special(decoder.step(tokens_N), ids).float().log_softmax(1)
             num_words = scores_NV.shape[1]
             grown = total_BK[:, :, None] + scores_NV.view(len(alive), beams, num_words)
+            # Over all words of all hypotheses of a sentence: [B, K V].
             candidates, flat = grown.flatten(1).topk(2 * beams, dim=1)
             parent = flat // num_words
             word = flat % num_words
@@ -122,6 +126,8 @@ class Beam(Limits):
             ended = (ends | at_limit[:, None])[:, :beams] & candidates[:, :beams].isfinite()
             scaled = candidates[:, :beams] / (position + 1) ** self.length_penalty
             score, winner = scaled.masked_fill(~ended, -torch.inf).max(1, keepdim=True)
+            # Only a strictly better one replaces a sentence found earlier, which is the shorter
+            # one.
             score, better = score[:, 0], score[:, 0] > best[alive]
             line = written_BKL[torch.arange(len(alive)), parent.gather(1, winner)[:, 0]]
             line[:, position] = word.gather(1, winner)[:, 0]
@@ -133,6 +139,8 @@ class Beam(Limits):
             total_BK, pick = candidates.masked_fill(ends, -torch.inf).topk(beams, dim=1)
             word = word.gather(1, pick)
             parent = parent.gather(1, pick)
+            # The best live hypothesis, if it ended here, and the best score that it can still
+            # have: log-probabilities only fall, so dividing by the largest length bounds it.
             now = total_BK[:, 0] / (position + 1) ** self.length_penalty
             reachable = total_BK[:, 0] / limits[alive] ** self.length_penalty
             enough = (num_ended[alive] >= beams) & (best[alive] >= now)
@@ -155,6 +163,7 @@ Decoding = Greedy | Beam
 
 def _without_special(scores_NV: Tensor, ids: TokenIds) -> Tensor:
     """Exclude pad, bos and mask, which never occur in a text. In place."""
+    # Some tokenizers have one id for bos and eos, which must stay possible.
     scores_NV[:, sorted({ids.pad, ids.bos, ids.mask} - {ids.eos})] = -torch.inf
     return scores_NV
 
@@ -251,6 +260,7 @@ class TargetStage(Stage):
     def open(self, received: Message, decodes: bool = False) -> list[Cache]:
         """Return the cache of each layer, filled from the encoder's rows."""
         packing = Packing(received["counts"]).on(self.device)
+        # Keys and values of the source are computed once, not in every decoding step.
         crosses = (part for part in self.layers.modules() if isinstance(part, CrossAttention))
         return [cross.open(received["hidden"], packing, decodes) for cross in crosses]
 
@@ -301,6 +311,7 @@ class CachedDecoder:
 
 def sinusoids(num_positions: int, hidden: int) -> Tensor:
     """[positions, H]: sine in even features, cosine in odd ones (section 3.5 of the paper)."""
+    # 1 / 10,000^(2i / H), by way of its logarithm.
     rate = torch.exp(torch.arange(0, hidden, 2) * (-math.log(10_000.0) / hidden))
     angle = torch.arange(num_positions)[:, None] * rate
     return torch.stack((angle.sin(), angle.cos()), 2).flatten(1)[:, :hidden]
@@ -314,6 +325,7 @@ class ScaledEmbeddings(nn.Module):
     def __init__(self, vocab_size: int, hidden: int, max_length: int, dropout: float) -> None:
         super().__init__()
         self.words = nn.Embedding(vocab_size, hidden)
+        # Times sqrt(H) below, so that words and sinusoids are of one size.
         nn.init.normal_(self.words.weight, std=hidden**-0.5)
         self.register_buffer("positions", sinusoids(max_length, hidden), persistent=False)
         self.scale = math.sqrt(hidden)
@@ -411,6 +423,7 @@ class Transformer(EncoderDecoder):
                 context=context,
                 architecture={},
             )
+        # Pre-LN needs a last norm; it belongs to the stage whose rows the decoder reads.
         if stage == num_stages - 2:
             layers["norm"] = LastNorm(self.hidden)
         return RowsStage(

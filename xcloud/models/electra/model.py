@@ -55,6 +55,8 @@ class MultilingualElectra:
     def __post_init__(self) -> None:
         if not self.generators:
             raise ConfigError("model.generators must have a generator for each producing cloud")
+        # Public text is read in every cloud; a source that only one cloud may read would go with
+        # it.
         networks = [generator.backbone for generator in self.generators.values()]
         for text in (network.text for network in (*networks, self.discriminator.backbone)):
             if isinstance(text, MultilingualText) and text.source.public_texts() is None:
@@ -109,6 +111,8 @@ class MultilingualElectra:
         seed = seed_of(context.seed, "texts", context.cloud)
         ranks = (context.group_rank, context.group_size)
         how = (text.language_power, seed, settings.batch_size, *ranks)
+        # Each rank takes its share of the order; which samples are in a batch follows from seed,
+        # cloud and number alone, so a resumed run goes on with the same.
         stream = TextStream(tables, tokenizer.token_ids, *how)
         report(f"texts: {stream.describe()}")
         encoder = self._encoder(
@@ -130,9 +134,11 @@ class MultilingualElectra:
         encoder = self._encoder(
             settings.backbone, name="discriminator", tokenizer=tokenizer, context=context
         )
+        # The head that transformers loads with it computes gelu.
         if (used := encoder.config.activation) != "gelu":
             said = f"uses {used!r}; a discriminator is exported with gelu: choose another"
             raise ConfigError(f"discriminator.backbone {settings.backbone.describe()} {said}")
+        # The encoder inside is drawn as well, and replaced by the one with weights right below.
         with seeded(context.seed, "replaced-token head"):
             network = Discriminator(encoder.config)
         network.encoder = encoder
@@ -170,11 +176,14 @@ class MultilingualElectra:
         """
         choice = self.text.tokenizer
         most = max(g.batch_size for g in self.generators.values())
+        # Messages must be bounded before any text is read; the tokenizer then says how large it
+        # is.
         size = choice.vocab_size if isinstance(choice, TrainedTokenizer) else MAX_VOCABULARY
         known = (size, 0) if tokenizer is None else (tokenizer.token_ids.size, tokenizer.digest)
         return IdPacking(
             vocab_size=known[0],
             max_samples=most,
+            # bos and eos of a sample are not sent: the consumer adds them again.
             max_length=self.text.max_length - 2,
             digest=known[1],
             coding=self.coding,

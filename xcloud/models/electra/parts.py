@@ -128,6 +128,7 @@ def corrupt(
     hidden_RH = generator(ids_R.index_fill(0, masked_M, special.mask), packing)
     # The head is applied to masked rows only.
     scores_MV = generator.logits(hidden_RH.index_select(0, masked_M)).float()
+    # No gradient passes the sampling: the generator learns by its own loss alone (Clark et al.).
     words_M = sample_words(scores_MV.detach(), special, temperature, draw=draw)
     return ids_R.index_copy(0, masked_M, words_M), F.cross_entropy(scores_MV, ids_R[masked_M])
 
@@ -140,6 +141,7 @@ def sample_words(
     random number per row. Special ids, and ids beyond the tokenizer's, are never drawn."""
     forbidden_V = torch.arange(scores_MV.shape[1], device=scores_MV.device) >= special.size
     forbidden_V[[special.pad, special.bos, special.eos, special.mask]] = True
+    # All random numbers at once: how many rows are sampled together changes nothing.
     random_M = torch.rand(len(scores_MV), generator=draw).to(scores_MV.device)
     drawn = []
     rows = max(1, SAMPLED_TOGETHER // scores_MV.shape[1])
@@ -185,6 +187,7 @@ def detect_replaced(
     scores_C = discriminator(ids_R, Packing(counts_B + 2)).index_select(0, inner_C).float()
     loss = F.binary_cross_entropy_with_logits(scores_C, replaced_C.float(), reduction="sum")
     found_C = scores_C.detach() > 0
+    # True positives, false positives, false negatives.
     counts = (found_C & replaced_C, found_C & ~replaced_C, ~found_C & replaced_C)
     return loss, torch.stack(counts).sum(1).tolist()
 
@@ -243,6 +246,8 @@ class _Learner(StatefulTree):
         if rule.clip_norm:
             nn.utils.clip_grad_norm_(self.network.parameters(), rule.clip_norm)
         for group in self._optimizer.param_groups:
+            # The number of steps may change while a run goes on (`replan`), so the rate is set
+            # each time.
             group["lr"] = rule.learning_rate_at(number, max_steps=self._num_steps)
         self._optimizer.step()
 
@@ -258,6 +263,7 @@ class GeneratorRank(_Learner):
     def __post_init__(self) -> None:
         super().__post_init__()
         words = self.settings.whole_words
+        # bool [V]: the ids that begin a word.
         self._starts_V = torch.tensor(self.tokenizer.word_starts()) if words else None
 
     def own_digests(self) -> dict[str, str]:
@@ -368,6 +374,7 @@ class DiscriminatorRank(_Learner):
                 loss, counts = detect_replaced(
                     self.network, texts=there, special=self.tokenizer.token_ids
                 )
+            # Batch by batch: gradients add up, and only one batch's activations are in memory.
             torch.autograd.backward(loss)
             tokens = len(texts.ids_R)
             found = (float(loss.detach()), tokens, len(texts.counts_B), tokens, *counts)
@@ -378,8 +385,10 @@ class DiscriminatorRank(_Learner):
     def update(self, step: int, weight: float) -> None:
         for parameter in self.network.parameters():
             if parameter.grad is not None:
+                # A mean over the tokens of all ranks (weight), times lambda.
                 parameter.grad.mul_(self.settings.loss_weight / weight)
         self._learn(step)
+        # Scored before it was learned from: a held-out score that costs nothing.
         self._recent.append([self._step_sums[name] for name in SUMS])
         self._step_sums = Counter()
 
