@@ -71,6 +71,7 @@ def evaluate(words: Sequence[str]) -> None:
         check("--limit", value=arguments.limit, annotation=Positive)
     run: Path = arguments.run
     check_is_run(run, EXPERIMENT_FILE)
+    # Two evaluations of one run would each write the summary that they have read.
     with owned(run):
         generator = TextGenerator(folder=run, compressed=not arguments.uncompressed)
         if arguments.texts is not None:
@@ -80,9 +81,11 @@ def evaluate(words: Sequence[str]) -> None:
         if arguments.uncompressed:
             scores = {f"{name}{UNCOMPRESSED}": of for name, of in scores.items()}
         summary = read_summary(run)
+        # Scores of other data stay; the same data scored again is replaced.
         summary[EVALUATION] = {**summary.get(EVALUATION, {}), **scores}
         write_summary(run / SUMMARY_FILE, summary=summary)
         figures = dict(evaluation_metrics({EVALUATION: scores}))
+        # The scores are in the run's summary by now, whatever becomes of the tracker.
         if trouble := add_figures(run, tracker=generator.experiment.tracker, figures=figures):
             say(f"MLflow lacks these scores: {trouble}", error=True)
     say(table)
@@ -137,6 +140,8 @@ def _key_of(file: Path, known: Mapping[str, Any]) -> str:
     name = file.name.removesuffix(".gz")
     stem, _, ending = name.rpartition(".")
     folders = file.parts[1:-1] or ("",)
+    # The shortest name that is free, or is this file's own already. With the ending, as text.txt
+    # and text.jsonl may lie side by side.
     keys = [f"{folders[-1]}_{stem}"]
     keys += [f"{'_'.join(folders[-n:])}_{stem}_{ending}" for n in range(1, len(folders) + 1)]
     names = {key.removesuffix(UNCOMPRESSED): of.get("file") for key, of in known.items()}
@@ -206,6 +211,7 @@ def _tasks(names: Sequence[str], include: Path | None) -> tuple[Any, list[Any]]:
         except Exception as error:  # whatever a task's file or data set may raise
             why = f"{type(error).__name__}: {quoted(str(error))}"
             raise DataError(f"--tasks: {name} cannot be loaded: {why}") from error
+        # A group brings its tasks along: taken once more by themselves they would be scored twice.
         inner = {child for children in found.get("group_map", {}).values() for child in children}
         groups = [group for key, group in found.get("groups", {}).items() if key not in inner]
         grouped = {task.task_name for group in groups for task in group.get_all_tasks()}
@@ -232,6 +238,7 @@ def _results(
     run = generator.folder.parent
     files = run / RESULTS_DIR
     tracker = EvaluationTracker(output_path=str(files / "results.json"))
+    # The harness names its files by the time; new ones show that it has written.
     before = set(files.glob("*"))
     model = HarnessModel(generator=generator, chats=chats, cached=cached)
     try:
@@ -272,6 +279,7 @@ def _scores(
     for name, found in results["results"].items():
         metrics = {}
         for key, value in found.items():
+            # The harness writes "metric,filter", and beside it "metric_stderr,filter" or "N/A".
             metric, comma, chosen = key.partition(",")
             if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
                 continue

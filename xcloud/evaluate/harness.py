@@ -70,6 +70,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         self, string: str, add_special_tokens: bool | None = None, **_: object
     ) -> list[int]:
         text = self._generator.text
+        # What the chat template has written holds its special tokens as text, and its own begin
+        # token.
         if self._chats:
             return list(text.encode_written(string))
         if add_special_tokens is None:
@@ -115,6 +117,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
                 max_seq_len=self.max_length,
                 context_len=1,
             ):
+                # Windows of the harness overlap by a token; disjoint, each token is scored once.
                 windows.append((None, *make_disjoint_window(window)))
                 owners.append(number)
         totals = [0.0] * len(requests)
@@ -141,10 +144,13 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
                     f"{self.max_length} positions of the model, so it cannot be compared with "
                     f"others: leave it out of the task. It begins: {str(text)[:100]!r}"
                 )
+            # Something must stand before the first token that is scored.
             whole = [*(context or [self.prefix_token_id]), *continuation]
             if len(whole) > self.max_length + 1:
                 self._cut_numbers.append(number)
+            # One token more than there are positions: the last one is only guessed.
             ids = whole[-self.max_length - 1 :]
+            # The label of a place is the next token; the context is not scored.
             labels = [NO_LABEL] * (len(ids) - 1 - len(continuation)) + [*continuation]
             texts.append((ids[:-1], labels))
         found: dict[int, tuple[float, bool]] = {}
@@ -159,6 +165,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         """Yield the numbers of texts of about equal length, the longest first, as many as fit into
         a batch."""
         batch: list[int] = []
+        # The longest first: a batch is as wide as its first text.
         for number in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
             if batch and (len(batch) + 1) * lengths[batch[0]] > self._max_batch_tokens:
                 yield batch
@@ -221,6 +228,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         ends = text.special_ids(how["until"])
         stops = [stop for stop in how["until"] if stop]
         ids: list[int] = []
+        # Each token is decoded with all before it: a stop string may begin in the middle of a
+        # token, and a character may be made of several tokens.
         for token in self._generator.tokens_after(
             given, how["max_gen_toks"], choice, self._cached, ends
         ):
@@ -228,6 +237,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             written = text.decode(ids)
             if any(stop in written for stop in stops):
                 break
+        # The harness cuts at the stop, so that texts end where those of HFLM do.
         return str(postprocess_generated_text(text.decode(ids), stops, None))
 
 

@@ -32,6 +32,7 @@ def read_texts(generator: TextGenerator, file: Path) -> LanguageData:
     if not file.is_file():
         raise DataError(f"--texts: there is no file {file}")
     for table in folder.files(task.form):
+        # The folder's own list of files says which forms can be read; only this one is.
         if table.path == file:
             table.check()
             rows = task.rows_of(table)
