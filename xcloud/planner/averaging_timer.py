@@ -44,7 +44,9 @@ def time_averaging(
         return None
     generator = torch.Generator(first.device).manual_seed(0)
     tensors = [
-        1e-3 * torch.randn(p.shape, generator=generator, device=p.device) for p in trained.values()
+        # Of the size of changes of weights.
+        1e-3 * torch.randn(p.shape, generator=generator, device=p.device)
+        for p in trained.values()
     ]
     parts, own = codec.encode(tensors)
     key = MessageKey(Kind.AVERAGING)
@@ -75,6 +77,7 @@ def time_around_averaging(trained: Mapping[str, nn.Parameter]) -> tuple[float, f
     parameters = [*trained.values()]
     if not parameters:
         return 0.0, 0.0
+    # Makes gradients too, as views of one vector: what the exchange works on.
     buffer = FlatBuffer(parameters)
     device = parameters[0].device
     merged = [torch.zeros_like(p) for p in parameters]

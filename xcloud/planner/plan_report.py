@@ -76,6 +76,7 @@ class Report:
     @property
     def pipeline(self) -> Plan | None:
         """The first plan shown that cuts the model; None if none does."""
+        # The job's own plan counts, too: all before it may hold whole models.
         shown = (*self.ranked.best, self.ranked.own)
         return next((one.plan for one in shown if len(one.plan.ends) > 1), None)
 
@@ -95,6 +96,7 @@ class Report:
     def curves(self) -> dict[str, list[tuple[float, float]]]:
         """The points (bandwidth, step) of each compressor."""
         step_s, names = self._over_lines
+        # Fewer than are searched for crossings: 100 kbit/s to 100 Gbit/s.
         rates = [rate for rate in BANDWIDTHS if 1e5 <= rate <= 1e11]
         return {name: [(rate, step_s(name, rate)) for rate in rates] for name in names}
 
@@ -166,6 +168,7 @@ class Report:
         """
         profile = self.pricer.profile
         best_count = self.best_count
+        # With rows that are kept a step gets shorter after the first epoch.
         mean_s = None
         if chosen is not None:
             epochs = self.over_epochs.get(chosen.plan)
@@ -235,6 +238,7 @@ def _cells(name: str, row: Mapping[str, Any]) -> list[str]:
 
 def _notes(report: Report, rows: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     own = report.own_row["strategy"]
+    # Another strategy changes what is learned, so whoever keeps theirs wants the best of it.
     place = next(name for name, row in rows.items() if row["strategy"] == own)
     if place not in ("1", "yours"):
         yield f"same strategy as yours ({own}): best is row {place}"
@@ -320,6 +324,7 @@ def _over_bandwidth(axes: Axes, report: Report) -> None:
             label += f", pays below {bandwidth_text(at)}"
         axes.plot(*zip(*points, strict=True), linestyle=dash, color=colour, label=label)
         if at and points[0][0] < at < points[-1][0]:
+            # The mark stands on the compressor's own curve, where both cost the same.
             there = report.pricer.at_bandwidth(at)
             axes.plot(at, there.step_s(best._replace(compression=name)), "o", color=colour)
     for bits_per_s in report.pricer.bandwidths(best.strategy):
@@ -340,6 +345,7 @@ def _over_micro_batches(axes: Axes, report: Report) -> None:
     _titled(axes, text=f"bubble over micro-batches, {plan.compression}", report=report, plan=plan)
     counts = [entry.micro_batches for entry in counted]
     for (name, label), colour in zip(FORMULAS, LINES[1:], strict=False):
+        # The paper's formulas as dashed lines beside the simulated points.
         values = [getattr(entry, name) for entry in counted]
         axes.plot(counts, values, "--", color=colour, linewidth=1, label=label)
     axes.plot(counts, [e.bubble_ratio for e in counted], "o", color=LINES[0], markersize=4,

@@ -43,29 +43,25 @@ def planned(settings: Settings, run_dir: Path) -> Settings | None:
     planner = Planner(settings)
     planner.job.check()
     with owned(run_dir):
-        return _planned(planner, run_dir)
-
-
-def _planned(planner: Planner, run_dir: Path) -> Settings | None:
-    say("\n".join([planner.job.headline, *misfits(planner.job)]))
-    report = planner.report(*planner.profile())
-    print_plans(report)
-    chosen = report.ranked.best[0] if planner.plan.mode == "apply" else None
-    write_plan(run_dir, report, chosen)
-    say(run_dir / PLAN_FILE)
-    is_drawn = write_plan_picture(run_dir / PICTURE, report)
-    say(run_dir / PICTURE if is_drawn else run_dir)
-    if chosen is None:
-        return None
-    layout = planner.arranged[chosen.plan.strategy].layout
-    if len(chosen.plan.ends) > 1 and layout.num_replicas == 1:
-        # The measured step that it is shown with is one of the last.
-        epochs = report.over_epochs.get(chosen.plan)
-        last = report.pricer if epochs is None else epochs.at_the_end
-        write_predicted(
-            run_dir, timeline=last.predict(chosen.plan).timeline, strategy=chosen.plan.strategy
-        )
-    return planner.applied(chosen, report)
+        say("\n".join([planner.job.headline, *misfits(planner.job)]))
+        report = planner.report(*planner.profile())
+        print_plans(report)
+        chosen = report.ranked.best[0] if planner.plan.mode == "apply" else None
+        write_plan(run_dir, report, chosen)
+        say(run_dir / PLAN_FILE)
+        is_drawn = write_plan_picture(run_dir / PICTURE, report)
+        say(run_dir / PICTURE if is_drawn else run_dir)
+        if chosen is None:
+            return None
+        plan = chosen.plan
+        layout = planner.arranged[plan.strategy].layout
+        # A timeline of one pipeline is drawn beside the measured one; replicas have several.
+        if len(plan.ends) > 1 and layout.num_replicas == 1:
+            # The measured step that it is shown with is one of the last.
+            epochs = report.over_epochs.get(plan)
+            last = report.pricer if epochs is None else epochs.at_the_end
+            write_predicted(run_dir, last.predict(plan).timeline, strategy=plan.strategy)
+        return planner.applied(chosen, report)
 
 
 class Planner:
@@ -83,6 +79,7 @@ class Planner:
         self.job = job
         self.plan = job.plan
         self.features = [feature for feature in all_features() if feature.is_used(job)]
+        # The job's own cluster has been arranged by its strategy already; others arrange it anew.
         self.cluster: ClusterLayout = build(settings.plain["cluster"])
         if job.compression.boundaries:
             raise ConfigError(
@@ -94,8 +91,13 @@ class Planner:
         assert isinstance(job.compression, Compression | Phased), (
             "a plan is refused where a run chooses its compression itself"
         )
-        self.candidates = self._candidates(job.compression)
-        self.own_compression = next(iter(self.candidates))
+        own = job.compression
+        found = {NO_COMPRESSION: Compression(), **self.plan.compressors}
+        # The job's own compression may be one of the plan's candidates under another name.
+        same = (name for name, other in found.items() if repr(other) == repr(own))
+        name = NO_COMPRESSION if own.is_identity else next(same, own.label)
+        self.candidates = {name: found.get(name, own)} | found
+        self.own_compression = name
         self.not_planned: dict[str, str] = {}
         self.schedules = self._schedules()
         self.arranged = self._arranged()
@@ -104,6 +106,7 @@ class Planner:
         """Return the profile, from a file or a trial run of the job, and why it may not hold."""
         if self.plan.profile is None:
             lines_of(self.cluster, given={})  # raises before anything is tried
+            # A trial of this very job holds by its making; only a file may be of another.
             return self.trial.profile(), []
         profile = read_profile(in_project(self.plan.profile))
         pairs = {f"{a}-{b}" for a, b in product(self.cluster.clouds, repeat=2)}
@@ -154,7 +157,10 @@ class Planner:
                 "cluster; give plan.micro_batches others"
             )
         took_s = time.perf_counter() - started_s
-        epochs = self._over_epochs(pricer, plans=[ranked.best[0].plan, space.own])
+        epochs = dict[Plan, OverEpochs]()
+        for plan, feature in product([ranked.best[0].plan, space.own], self.features):
+            if (change := feature.over_epochs(self.job, pricer=pricer, plan=plan)) is not None:
+                epochs[plan] = change
         return Report(
             pricer,
             space,
@@ -171,6 +177,7 @@ class Planner:
         given = self.settings.plain["plan"]
         changes: dict[str, Any] = {"plan": None, "schedule": as_settings(plan.schedule)}
         if plan.compression != self.own_compression:
+            # From the settings as they were written, not from the objects that were made of them.
             changes["compression"] = given["compressors"][plan.compression]
         if plan.strategy != self.job.strategy.name:
             changes["strategy"] = given["strategies"][plan.strategy]
@@ -208,6 +215,8 @@ class Planner:
         ends = splits[own][0]
         num_stages = self.arranged[own].num_stages
         if num_stages > 1 and is_free:
+            # Pieces are what the trial told apart, stages of the job are counted in blocks: a cut
+            # after so many blocks is one after so many pieces.
             cuts = {n: 1 + i for i, n in enumerate(accumulate(piece.blocks for piece in pieces))}
             wanted = [*accumulate(blocks)]
             if wanted[-1] != max(cuts) or not cuts.keys() >= {*wanted}:
@@ -253,16 +262,11 @@ class Planner:
     def _refusal(self, **changed: Any) -> str:
         """Return why the job cannot be run so; empty if it can."""
         try:
+            # All checks of a job run where it is made, so making one is asking.
             replace(self.job, plan=None, **changed)
         except ConfigError as error:
             return str(error)
         return ""
-
-    def _candidates(self, own: Compression | Phased) -> dict[str, Compression | Phased]:
-        found = {NO_COMPRESSION: Compression(), **self.plan.compressors}
-        same = (name for name, other in found.items() if repr(other) == repr(own))
-        name = next(same, own.label) if not own.is_identity else NO_COMPRESSION
-        return {name: found.get(name, own)} | found
 
     def _schedules(self) -> list[Schedule]:
         """Return the schedules beside the job's own that the job allows."""
@@ -284,6 +288,8 @@ class Planner:
             try:
                 layout = strategy.arrange(self.cluster)
                 fewest = layout.min_micro_batches()
+                # A strategy is refused for itself, not because the job's schedule does not suit
+                # it: GPipe suits every cluster with enough micro-batches.
                 schedule = GPipe(max(fewest, self.job.schedule.num_micro_batches))
                 other = replace(
                     self.job, cluster=self.cluster, strategy=strategy, schedule=schedule, plan=None
@@ -306,14 +312,7 @@ class Planner:
     def _takes_texts_elsewhere(self, other: PipelineJob) -> bool:
         """Return whether two clouds hold texts of their own, no labels, and one would get more."""
         own = {cloud: self.job.fields_of_cloud(cloud) for cloud in self.job.cluster.clouds}
+        # Labels do not count. Texts that only one cloud has would have to cross.
         texts = [fields - {LABEL} for fields in own.values()]
         apart = any(a - b and b - a for a, b in combinations(texts, 2))
         return apart and any(other.fields_of_cloud(cloud) - own[cloud] for cloud in own)
-
-    def _over_epochs(self, pricer: Pricer, plans: Sequence[Plan]) -> dict[Plan, OverEpochs]:
-        """Return how steps change after the first epoch, of plans whose steps do."""
-        changes = dict[Plan, OverEpochs]()
-        for plan, feature in product(plans, self.features):
-            if (change := feature.over_epochs(self.job, pricer=pricer, plan=plan)) is not None:
-                changes[plan] = change
-        return changes

@@ -83,6 +83,7 @@ class Space:
         """Return the numbers of micro-batches that suit a strategy's clouds."""
         min_count = arranged.layout.min_micro_batches()
         replicas = arranged.layout.num_replicas
+        # Replicas take equal numbers of micro-batches.
         return [m for m in self.micro_batches if m >= min_count and m % replicas == 0]
 
     def schedules_for(
@@ -140,6 +141,7 @@ def splits_of(
     if math.comb(len(cuts), num_stages - 1) <= max_splits:
         return [(*chosen, last) for chosen in combinations(cuts, num_stages - 1)]
     even = _even_split(pieces, cuts, slowness=slowness or [1.0] * num_stages)
+    # Too many to list: the balanced one, and each of its cuts moved by one piece.
     splits = {(*even, last)}
     for place, cut in enumerate(even):
         for moved in (cut - 1, cut + 1):
@@ -164,6 +166,7 @@ def _even_split(
             return slowness[0] * work[end], ()
         return min(
             (
+                # The slowest stage sets the pace: the least of the largest, over all last cuts.
                 (max(slowest, slowness[stage] * (work[end] - work[cut])), (*before, cut))
                 for cut in cuts
                 if cut < end
@@ -230,12 +233,14 @@ def fastest(
         for groups in pairs.values()
         for plan in groups
     )
+    # An ordinary space: everything is simulated, and the estimate only orders.
     if work <= MAX_WORK:
         tries = refined = work
     found: list[_Timed] = []
     num_plans = num_simulated = 0
     for groups in pairs.values():
         num_plans += sum(len(allowed_for(plan)) for plan in groups)
+        # Lazily, best estimate first: of a large space only the first `tries` are looked at.
         likely = (next(options(plan), None) for plan in sorted(groups, key=pricer.estimate_s))
         firsts = list(islice(filter(None, likely), tries))
         timed = sorted(map(order, firsts))
@@ -245,6 +250,7 @@ def fastest(
         best: dict[object, _Timed] = {}
         for entry in sorted(timed):  # one for each cut and number of micro-batches
             best.setdefault((entry[-1].ends, entry[1]), entry)
+        # With several strategies or compressors each shows its best.
         found += [*best.values()][: 1 if len(pairs) > 1 else keep]
     return Fastest(
         best=[plan for *_, plan in sorted(found)[:keep]],
@@ -256,6 +262,7 @@ def fastest(
 def search(pricer: Pricer, space: Space, keep: int) -> Ranked:
     """Return the fastest plans, and the job's own among them."""
     result = fastest(pricer, space, keep)
+    # What the row of the job's own plan advises: one change, and how much it brings.
     near = [
         plan
         for plan in space.groups(pricer.arranged)
@@ -296,6 +303,8 @@ def crossings(step_s: StepAt, compressions: Sequence[str]) -> dict[str, float]:
             continue
         last = max((n for n, rate in enumerate(BANDWIDTHS) if gain_s(rate, name) > 0), default=-1)
         if 0 <= last < len(BANDWIDTHS) - 1:
+            # Between two rates of the grid, one of which pays and one not, by halving on a scale
+            # of ratios.
             low, high = map(math.log, BANDWIDTHS[last : last + 2])
             while high - low > 1e-3:
                 middle = (low + high) / 2
@@ -342,6 +351,8 @@ def over_micro_batches(pricer: Pricer, plan: Plan, counts: Sequence[int]) -> lis
         costs = step.costs
         p = len(plan.ends)
         own_m = step.step.schedule.num_micro_batches
+        # The formulas' letters: t_f and t_b a stage's forward and backward of a micro-batch, t_t a
+        # transfer.
         tf, tb = (sum(part) / p for part in (costs.forward_s, costs.backward_s))
         sent_s = list[float]()
         latency_s = 0.0
@@ -378,6 +389,7 @@ def _changes(mine: Plan, other: Plan) -> list[str]:
 
 
 def _advice(mine: Priced, others: Sequence[tuple[float, Plan]]) -> str:
+    # The fastest that differs in one thing comes first.
     for step_s, other in others:
         changed = _changes(mine.plan, other)
         if len(changed) == 1 and step_s < WORTH * mine.step_s:

@@ -44,6 +44,7 @@ def variants_of(
     variants: dict[object, Schedule] = {}
     for one in same.variants(num_stages, num_lanes):  # some differ in name only
         fitted = one.for_lanes(num_stages, num_lanes)
+        # Two variants with the same actions in the first and the last stage are one.
         ends = (fitted.actions(stage, num_stages) for stage in {0, num_stages - 1})
         variants.setdefault(tuple(map(tuple, ends)), one)
     return list(variants.values())
@@ -90,6 +91,7 @@ class Planning:
             return [own]
         given = self.micro_batches
         if given is None:
+            # 1, 2, 3, 4, 6, 8, 12 and so on.
             usual = sorted(k * 2**n for n in range(8) for k in (1, 3))
             given = [m for m in usual if m <= min(batch_size, MAX_USUAL)]
         elif max(given) > batch_size:

@@ -106,19 +106,23 @@ class TourPilot(Switching):
         self._clock = trainer.pipeline.clock
         self._memory = memory
         self._work_space = WorkSpace(memory.device)
+        # The update after the first turn, which is of leg 0 again: the job's own choice.
         self._weighed = 1 + len(self._tour.legs)
         self._stages = {n: StageMeter(stage) for n, stage in trainer.pipeline.stages.items()}
         assert self._clock.messages is not None
         self._messages = self._clock.messages
+        # What is not recorded is not remembered, either.
         self._messages.from_step = self._weighed + 1
 
     def before_update(self, step: int) -> None:
         if step == self._weighed:
+            # The peak of memory is taken over this update alone, when nothing is built any more.
             self._work_space.begin()
 
     def after_update(self, step: int, report: StepReport) -> None:
         if step == self._weighed:
             self._work_space.end()
+        # Every rank goes by the number of the step, so that all switch at once without a message.
         self.switch(step, choice=self._tour.leg(step + 1))
 
     def finish(self) -> None:
@@ -144,6 +148,7 @@ class TourPilot(Switching):
         """Return the memory that the rank takes beside what is planned by kind."""
         moments = optimizer_bytes(self._trainer.optimizers)
         held = self._memory.describe(self._trainer.pipeline.stages.values(), moments)
+        # What a plan counts by kind itself; what is left is the program and its work space.
         tensors = held["parameters"] + held["gradients"] + held["optimizer"] + scratch_bytes()
         return self._memory.bytes_beside(tensors) + self._work_space.num_bytes
 
@@ -182,6 +187,7 @@ class StageMeter:
         if not torch.is_grad_enabled():
             return
         for tensor in (given[0], output):
+            # By address: two layers that read one input keep it once.
             self._waiting[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
 
     def _end(self, module: nn.Module, given: tuple[Any, ...], output: object) -> None:
@@ -191,5 +197,6 @@ class StageMeter:
         num_samples = max(1, len(given[1]["ids"]))
         self.facts["activation_bytes"] = self._saved.num_bytes / num_samples
         self.facts["deferred_bytes"] = sum(self._waiting.values()) / num_samples
+        # Measured once, in the first micro-batch of training: later steps pay nothing for it.
         for hook in self._hooks:
             hook.remove()

@@ -114,6 +114,7 @@ class TrialRun:
         runs = self, *self.others
         settings = [each.trial_settings.kept for each in runs]
         inputs = [inputs_of(each, cache_dir=self.job.cache_path) for each in settings]
+        # Settings as written do not show that a file behind a path has changed: `inputs` does.
         tried = [self.of, *settings, *inputs]
         digest = hashlib.sha256(json.dumps(tried, sort_keys=True).encode()).hexdigest()
         file = self.job.cache_path / PROFILES_DIR / f"{digest[:16]}.json"
@@ -141,10 +142,13 @@ class TrialRun:
         folder = Path(tempfile.mkdtemp(prefix="xcloud-trial-"))
         is_kept = False
         try:
+            # The trial is a run like any other, with tables and links of its own that nobody asked
+            # for.
             with contextlib.redirect_stdout(TrialProgress(sys.stdout)):
                 run(self.trial_settings, run_dir=folder, more_follows=True)
             files = [folder / FACTS_FILE.format(rank) for rank in range(self.layout.num_ranks)]
             return [parsed_json(file.read_text(encoding="utf-8")) for file in files]
+        # The logs of its ranks say why it failed, so its folder stays.
         except RunFailed as error:
             is_kept = True
             raise RunFailed(
@@ -198,6 +202,8 @@ class TrialRun:
             (size,) = cut[end]
             if size <= 1 + gives:
                 continue
+            # Two runs whose stages have other numbers of blocks give two equations for what a
+            # block and what the rest of a stage takes.
             cut[-1 - end][0] += gives
             cut[end] = [1, size - 1 - gives][:: 1 if end == 0 else -1]
             own = dict([next(iter(self.candidates.items()))])
@@ -218,7 +224,9 @@ class TrialRun:
         ends = [0, *accumulate(counts)]
         for name, cloud in self.cluster.clouds.items():
             stages = [s for k in cloud.stages or () for s in range(ends[k], ends[k + 1])]
+            # A description of clouds with GPUs may be tried on a machine without one.
             device = "auto" if cloud.device == "cuda" and not has_gpu else cloud.device
+            # The simulator slows down and adds lines by itself; a trial has neither.
             clouds[name] = replace(cloud, stages=stages, slowdown=1.0, device=device)
         return replace(self.cluster, clouds=clouds, wan="free", links={})
 
@@ -241,6 +249,7 @@ class TrialRun:
         number.
         """
         own = self.job.schedule
+        # Whole backwards here; the zero bubbles below measure the two parts of a backward.
         if _splits(own):
             own = OneForwardOneBackward(own.num_micro_batches)
         if own.overlaps_updates:  # a trial measures updates one by one
@@ -249,6 +258,7 @@ class TrialRun:
         counts = [n for n in self.counts if n >= self.layout.min_micro_batches()]
         counts = sorted({m, *_spread(counts)}) or [m]
         if len(counts) == 1:
+            # With one size nothing says what of a step is fixed and what grows with the samples.
             counts = sorted({m, max(1, m // 2), min(2 * m, self._pass_samples)})
         others = [with_micro_batches(own, number=n) for n in counts if n != m]
         late = [ZeroBubble(n) for n in dict.fromkeys((counts[0], m, counts[-1]))]
@@ -285,6 +295,7 @@ class TrialRun:
         """
         own, *others = self.candidates
         whole = [s for s in self.shapes if not _splits(s)]
+        # Codecs cost by bytes: two sizes of messages suffice to draw a line.
         ends = (pick(whole, key=lambda s: s.num_micro_batches) for pick in (min, max))
         own_legs = [(shape, own) for shape in self.shapes]
         return own_legs + [(shape, name) for name, shape in product(others, dict.fromkeys(ends))]
@@ -305,7 +316,11 @@ class TrialRun:
         names = list(self.candidates)
         tables = {"none": {"_target_": "xcloud.comm.compression.Compression"}}
         tables |= {names[0]: given["compression"]} | given["plan"]["compressors"]
-        choices = {n: _last_phase(tables[n], made) for n, made in self.candidates.items()}
+        choices = {}
+        for name, made in self.candidates.items():
+            choices[name] = tables[name]
+            if isinstance(made, Phased):
+                choices[name] = tables[name][list(made.phases)[-1]]["compression"]
         clouds = {name: as_settings(cloud) for name, cloud in self.layout.clouds.items()}
         legs = [self.shapes.index(s) * len(names) + names.index(name) for s, name in self.legs]
         changes = {
@@ -322,6 +337,7 @@ class TrialRun:
             "training.max_steps": self._num_updates,
             "training.evaluate_every": 0,
             "training.until": None,
+            # The end of every run is an evaluation; of a trial's it may be as short as can be.
             "training.eval_samples": 1,
             "training.checkpoint.every_steps": 0,
             "training.checkpoint.every_minutes": 0,
@@ -341,6 +357,7 @@ class TrialRun:
     def trial(self, ranks: Sequence[Mapping[str, Any]]) -> Trial:
         """Return what the ranks have written, as costs."""
         layout = self.layout
+        # Several steps of each leg; `typical` takes the middle of them.
         costs = [list[Costs]() for _ in self.legs]
         for leg, timeline in self.timelines(ranks):
             costs[leg].append(measured_costs(timeline))
@@ -369,6 +386,7 @@ class TrialRun:
     def timelines(self, ranks: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Timeline]]:
         """Yield the steps that all have recorded, and before each the number of its leg."""
         steps: dict[int, list[dict[str, Any]]] = {}
+        # Ranks write what they did each in its own file; a step is put together from all of them.
         for event in chain.from_iterable(rank["events"] for rank in ranks):
             steps.setdefault(event["step"], []).append(event)
         for step, events in sorted(steps.items()):
@@ -381,6 +399,7 @@ class TrialRun:
         trial = self.trial(ranks)
         crossed = self._crossed()
         trained = {
+            # Shapes suffice to time averaging, which a trial of one pipeline does not do.
             name: nn.Parameter(torch.zeros(shape))
             for rank in ranks
             for name, shape in rank["trained"].items()
@@ -431,6 +450,7 @@ class TrialRun:
             n = sum(self.blocks)
             cuts: list[Any] = [model.with_block_counts([k, n - k]) for k in range(1, n)]  # type: ignore[attr-defined]
             own = [cut.boundary(0, 2, max_length=length) for cut in cuts]
+        # A boundary unlike those that were crossed has the costs of the first of them.
         nearest = next(iter(crossed.values()), None)
         return [
             (crossed.get((each.fields, each.gradient_returns), nearest), each.gradient_returns)
@@ -466,12 +486,6 @@ def _codec(trial: Trial, name: str, stage: int | None, returns: bool) -> Boundar
 
 def _splits(schedule: Schedule) -> bool:
     return bool(split_backwards(schedule.actions(1, num_stages=2)))
-
-
-def _last_phase(table: Mapping[str, Any], made: Compression | Phased) -> Any:
-    if isinstance(made, Phased):
-        return table[list(made.phases)[-1]]["compression"]
-    return table
 
 
 def _spread(counts: Sequence[int]) -> list[int]:
