@@ -74,6 +74,8 @@ def decode(data: Bytes, num_rows: int, edges: Sequence[int]) -> npt.NDArray[np.i
     for plane in range(MOST_PLANES):
         if not len(found):
             break
+        # Places count among the values that are still larger than the plane before, so each plane
+        # is asked of fewer of them.
         places, edges_S = read.plane(edges_S)
         found = found[places]
         sizes_N[found] = plane + 1
@@ -82,6 +84,7 @@ def decode(data: Bytes, num_rows: int, edges: Sequence[int]) -> npt.NDArray[np.i
             signed = found
     if len(found):
         sizes_N[found] = read.gamma(len(found)) + MOST_PLANES
+    # Nothing may stand behind the end: no reader of the code would look at it.
     read.check_end()
     if len(signs):
         sizes_N[signed] *= signs.astype(np.int32)
@@ -222,6 +225,7 @@ class _Reader:
         self._num_low += num_bits
         if self._num_low > 8 * len(self._low):
             raise FrameError("coded values are truncated")
+        # Only the bytes that hold these bits are unpacked: the string is read in many pieces.
         taken = self._low[first // 8 : -(-self._num_low // 8)]
         bits_K = np.unpackbits(taken)[first % 8 :][:num_bits].astype(np.int64)
         total_N = np.zeros(len(widths_N), dtype=np.int64)

@@ -168,6 +168,7 @@ class Codec(StatefulTree):
 
     def encode(self, tensor: Tensor, rows_of: Callable[[], SampleRows]) -> Tensors:
         """In training. rows_of: tells which rows are of which sample."""
+        # Decoding one's own message costs as much as at the receiver, and only a memory needs it.
         if isinstance(self.memory, NoMemory):
             return self.compressor.compress(tensor)
         rows = rows_of()

@@ -50,6 +50,7 @@ class PerTensor(TensorChoice):
     def for_tensor(self, name: str, shape: Sequence[int]) -> Compressor:
         """name: of the parameter, its module's name before it; rows of it that an average cuts
         out, such as "…weight[0:64]", are called as the whole."""
+        # A matrix that is dealt out by rows has one compressor.
         name = _ROWS.sub("", name)
         for pattern, compressor in self.names.items():
             if re.search(pattern, name):

@@ -250,6 +250,7 @@ def decodes_rows_alone(compressor: Compressor, num_features: int) -> bool:
     generator = torch.Generator().manual_seed(0)
     rows_RD = torch.randn(9, num_features, generator=generator)
     rows_RD *= torch.logspace(3, -1, 9)[:, None]
+    # One copy for all tries, as what is carried from message to message is to show.
     used = copy.deepcopy(compressor)
 
     def crossed(rows: Tensor) -> Tensor:

@@ -158,6 +158,7 @@ class IdPacking:
                 f"{num_replaced} replaced of {num_tokens} tokens in {num_samples} texts of {most}"
             )
         counts_B = rest.codes(length_bits, count=num_samples).long() + shortest
+        # Two ways to the number of tokens must agree, or rows and texts would be out of step.
         if int(counts_B.max()) > self.max_length or int(counts_B.sum()) != num_tokens:
             raise FrameError(f"lengths of {int(counts_B.sum())} tokens in all, got {num_tokens}")
 
@@ -218,6 +219,7 @@ def encode_ids(ids_T: Ints, vocab_size: int) -> Tensor:
     # send.
     for first, stop in ranges:
         order_D[first:stop].sort()
+    # -1 for ids that are too rare for the dictionary: these stand for themselves.
     rank_U = np.full(len(ids_U), -1, dtype=np.int64)
     rank_U[order_D] = np.arange(len(order_D))
     ids_D = ids_U[order_D]
@@ -242,6 +244,7 @@ def decode_ids(data: Reader, num_tokens: int, vocab_size: int) -> Ints:
     """`num_tokens` ids below vocab_size. Raises FrameError for anything that encode_ids cannot
     have produced."""
     size, num_bytes = np.frombuffer(data.take(RANKED_HEADER).numpy().tobytes(), "<u4").tolist()
+    # An entry stands for MIN_COUNT tokens at least, so a longer dictionary is no honest one.
     if size > min(num_tokens // MIN_COUNT, vocab_size):
         raise FrameError(f"a dictionary of {size} ids for {num_tokens} tokens")
     symbol_T = _inflate(data.take(num_bytes), num_tokens)

@@ -147,6 +147,7 @@ class _PerSample(Memory):
         names."""
         if not self._tensors:
             return {}
+        # Joined along the rows, as all have the same features.
         tensors = list(self._tensors.values())
         return {
             "ids": torch.tensor(list(self._tensors)),

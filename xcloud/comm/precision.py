@@ -62,6 +62,7 @@ class Cast(Compressor):
         tensor = tensor.detach()
         if self.dtype == "bfloat16":
             return (tensor.to(torch.bfloat16),)
+        # Nothing to scale. The exponent is sent all the same, as sizes are promised beforehand.
         if tensor.dtype == torch.float16 or tensor.numel() == 0:
             return (tensor.half(), torch.zeros(1, dtype=torch.int16, device=tensor.device))
         values = tensor.to(wide(tensor.dtype))
@@ -260,6 +261,7 @@ def pack(codes_N: Tensor, bits: int) -> Tensor:
         plane = plane.to(torch.uint8)
         size = _plane_bytes(num_codes, width)
         target = packed[start : start + size]
+        # Row 0 fills the bytes, the others are added above its bits.
         target.copy_(plane[:size])
         for offset, first in _rows(width, size=size):
             row = plane[first : first + size]

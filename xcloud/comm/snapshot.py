@@ -71,6 +71,7 @@ class SnapshotBuffer:
             place = torch.empty(num_bytes, dtype=torch.uint8).view(like.dtype)
         else:
             place = self._memory[self._used : end].view(like.dtype)
+            # What comes next may have any dtype.
             self._used = _aligned(end)
         with torch.no_grad():
             if len(tensors) == 1:

@@ -254,6 +254,7 @@ class _SortedPositions:
         upper = self._counted(
             _marked(unpack(packed[start:], bits=1, num_codes=self._num_unary(self.low_bits)))
         )
+        # The i-th one lies at upper + i, see the class.
         upper.sub_(torch.arange(self.num_kept, device=packed.device))
         positions = upper.bitwise_left_shift_(self.low_bits).bitwise_or_(lower)
         if self.num_kept and (last := int(positions.amax())) >= self.numel:

@@ -117,6 +117,7 @@ class StepClock:
         try:
             yield
         finally:
+            # Before the first step there is none that the time could be taken from.
             if self._ended_at_s is not None:
                 self._ended_at_s += time.monotonic() - started_at_s
 

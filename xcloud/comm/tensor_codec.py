@@ -119,6 +119,7 @@ class _Coded(StatefulTree):
         return state
 
     def take(self, own: State) -> None:
+        # Messages under way are numbered in their keys.
         num_sent = 1 + max((int(key.partition(".")[2]) for key in own if "." in key), default=-1)
         places: dict[str, Tensor] = {}
         if self._has_feedback:

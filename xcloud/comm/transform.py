@@ -234,6 +234,7 @@ class Transform(Compressor):
         assert self._moments_HH is not None
         moments_HH = self._moments_HH / self._moments_HH[-1, -1]
         mean_H = moments_HH[-1, :-1]
+        # The last row and column of the moments are sums of the ones: the mean.
         covariance_HH = moments_HH[:-1, :-1] - torch.outer(mean_H, mean_H)
         values_H, vectors_HH = torch.linalg.eigh(covariance_HH)
         sd_H = values_H.flip(0).clamp_min(0).sqrt()
@@ -242,6 +243,7 @@ class Transform(Compressor):
             self._mean_square = mean_square
         num_kept = max(1, int((sd_H > _KEPT * self.step * math.sqrt(mean_square)).sum()))
         rows_KH = vectors_HH.flip(1).T[:num_kept]
+        # Their length is not sent: `rows_KH` makes it 1 again at both ends.
         codes_KH = (rows_KH * (127 / rows_KH.abs().amax(1, keepdim=True))).round().to(torch.int8)
         # Older rows fade, as training moves what is sent.
         self._moments_HH = self._moments_HH / 2
@@ -296,6 +298,8 @@ class Transform(Compressor):
             mean_H = matrix_RH.mean(0)
             matrix_RH = matrix_RH - mean_H
             sd_H = matrix_RH.square().mean(0).sqrt().cpu().double().numpy()
+            # Features of like deviation stand together, so that each class has gaps of its own
+            # kind.
             classes, order_H, edges = _by_class(_classes(sd_H))
             means = (mean_H * unit).cpu().numpy().astype(_delta_type(spec))
             head = np.concatenate([means.view(np.uint8), classes])
@@ -351,6 +355,7 @@ class Transform(Compressor):
         return state
 
     def take(self, own: State) -> None:
+        # As at the start: a state of before the first basis names none.
         self.__post_init__()
         for name in _COUNTS:
             setattr(self, name, int(own.get(name, 0)))
@@ -446,8 +451,10 @@ def _unpacked(rest: Bytes, number: int, num_rows: int, num_features: int) -> tup
     mean_H = own[: sizes[0]].view(torch.float32)
     classes_K = own[sizes[0] : sizes[1]]
     codes_KH = own[sizes[1] :].view(torch.int8).view(num_rows, num_features)
+    # A sender of another owner's may write anything: components are divided by their length.
     if not mean_H.isfinite().all() or not codes_KH.any(1).all():
         raise FrameError("a basis with a component of length 0, or a mean that is not finite")
+    # Classes are ranges of columns for the entropy code, which reads by them what follows.
     if (classes_K.diff() < 0).any() or int(classes_K[-1]) >= _NUM_CLASSES:
         raise FrameError("components of a basis are not in the order of their classes")
     return _Basis(number, mean_H, codes_KH, classes_K=classes_K), rest[sizes[-1] :]

@@ -189,6 +189,8 @@ class Control:
         key = MessageKey(Kind.BARRIER, self._num_barriers)
         started_s = time.monotonic()
         if self.rank != 0:
+            # A claim travels with the arrival and the number with the answer, so neither costs a
+            # message.
             claimed = (torch.tensor([1]),) if claim else ()
             self.out[0].send(key, claimed, _NUMBER[: len(claimed)])
         missing = peers = sorted(self.out if ranks is None else self.out.keys() & ranks)

@@ -110,8 +110,6 @@ class Ends:
         blocked: see OutSettings.
         """
         record = self._record(LinkName(boundary, self.rank, receiver=peer))
-        if record.to is not None:
-            self.records.append(record)
         settings = OutSettings(
             peer_name=self._name(peer),
             capacity_bytes=capacity_bytes,
@@ -143,8 +141,6 @@ class Ends:
         """Make a receiving end. boundary, may_be_late: see `out`."""
         wan = self.layout.wan_between(self.rank, peer=peer)
         record = self._record(LinkName(boundary, peer, receiver=self.rank))
-        if record.to is not None:
-            self.records.append(record)
         settings = InSettings(
             peer_name=self._name(peer),
             capacity_bytes=capacity_bytes,
@@ -212,7 +208,11 @@ class Ends:
         """Build a link's record. Inside a cloud it notes nothing but the number of messages."""
         if self.layout.wan_between(name.sender, peer=name.receiver) is None:
             return LinkRecord(name)
-        return LinkRecord(link=name, to=self.layout.cloud_of(name.receiver), log=self._messages)
+        to = self.layout.cloud_of(name.receiver)
+        record = LinkRecord(link=name, to=to, log=self._messages)
+        # What leaves or enters the cloud is kept for the figures of a step and for the audit.
+        self.records.append(record)
+        return record
 
     def _name(self, peer: int) -> str:
         return f"rank {peer} of cloud {self.layout.placement(peer).cloud!r}"

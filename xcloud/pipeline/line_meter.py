@@ -68,6 +68,8 @@ class LineMeters:
                 return
             sent_at_s = -frame.deliver_at_s
             if frame.key.kind is Kind.ALIVE:
+                # It was sent when nothing waited (SendingEnd.say_alive), so it found the line
+                # free.
                 return meter.probe(sent_at_s, now_s)
             busy_s = meter.busy_s(sent_at_s, now_s)
             if frame.key.kind.traffic == channel.direction:

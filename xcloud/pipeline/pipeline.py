@@ -202,10 +202,14 @@ class Pipeline:
         if action.kind == "forward":
             batch = under_way.batches[action.micro_batch]
             received = self._receive(action, batch, now)
+            # Entered around the forward as well: there the layers' outputs are made so that their
+            # weights can wait.
             deferred = under_way.deferred.get(place)
             work = self._forward(action, batch, received=received, now=now, weights=deferred)
             under_way.in_flight[place] = work
             if work.loss is not None:
+                # Detached: the sum is only reported, and must not hold the graphs of micro-batches
+                # that are done.
                 under_way.loss += work.loss.detach() / under_way.weight
         elif action.kind == "backward":
             work = under_way.in_flight.pop(place)

@@ -401,6 +401,8 @@ class Trainer(StatefulTree):
         limit = self.settings.optimizer.clip_norm
         if not limit:
             return None
+        # The norm over all stages and clouds, so that every rank scales what it holds by one
+        # factor.
         norm = math.sqrt(squared_norm)
         if norm > limit:
             with self.pipeline.clock.during("clip"):
@@ -412,5 +414,7 @@ class Trainer(StatefulTree):
         with self.pipeline.clock.during("optimizer"):
             for optimizer in self.optimizers:
                 for group in optimizer.param_groups:
+                    # Set anew each time: it follows from the step, so it is no state and a resume
+                    # needs none of it.
                     group["lr"] = learning_rate
                 optimizer.step()

@@ -326,6 +326,8 @@ class Boundaries:
         layout = job.cluster
         rank = self._ends.rank
         pairs = rank_pairs(layout, stage=stage, replica=layout.placement(rank).replica)
+        # A direction is a pair of its two ends, so ranks elsewhere have nothing to do for it
+        # (docs/decisions/0018).
         if not any(rank in pair for pair in pairs):
             return
         # A boundary joins only ranks that have a micro-batch in common: with a and b ranks these

@@ -180,6 +180,8 @@ def agree_where_shared(rendezvous: Rendezvous, facts: Mapping[str, str]) -> None
     """
     rendezvous.write("shared", json.dumps(dict(facts)))
     if rendezvous.rank != 0:
+        # Each rank compares with the first that has a thing, whichever that is; rank 0 tells
+        # nobody whose.
         first = decode_facts(rendezvous.read("what is shared", 0), peer=0)
         return _compare_shared(facts, theirs=first, whose="another rank")
     first = dict(facts)

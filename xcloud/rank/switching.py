@@ -25,6 +25,7 @@ def check_choices(job: PipelineJob, own: PipelineJob, by: str) -> None:
     schedules = job.schedules
     compression = job.compression
     assert isinstance(compression, Selectable)
+    # One number names both, as rank 0 sends one byte.
     num_choices = len(schedules) * len(compression.choices)
     if not 2 <= num_choices <= MAX_CHOICES:
         raise ConfigError(

@@ -42,6 +42,7 @@ def median_s(once: Callable[[], object], device: torch.device) -> float:
         return time.perf_counter()
 
     once()
+    # The first call is not counted: it allocates, and fills caches of functions.
     took_s: list[float] = []
     other = torch.ones(OTHER_BYTES // 4 if device.type == "cpu" else 0)
     while len(took_s) < 2 or (sum(took_s) < BUDGET_S and len(took_s) < MAX_REPEATS):

@@ -275,16 +275,15 @@ def memory_of(
     def stage_bytes(stage: int) -> float:
         work = works[stage]
         num_ranks = len(layout.ranks_of(stage)) * layout.num_replicas
-        activations = work.activation_bytes
-        waiting = work.deferred_bytes
         held = _max_kept(
             schedule,
             stage,
             num_stages=p,
             num_ranks=num_ranks,
-            activations=activations,
-            waiting=waiting,
+            activations=work.activation_bytes,
+            waiting=work.deferred_bytes,
         )
+        # Over the boundary before the stage and over the one behind it.
         queued = sum(
             _max_queued(
                 schedule,

@@ -103,6 +103,7 @@ def measured_costs(timeline: Timeline) -> Costs:
             own = outside[rank]
             num_held = sum(rank in ranks for ranks in ranks_of.values())
             each_us = (
+                # Of each pass: how many passes an update has is the plan's to say.
                 own["fetch"] / max(1, own["fetches"]),
                 0 if is_alone else average_us,
                 own["clip"] + (average_us if is_alone else 0),
@@ -114,6 +115,7 @@ def measured_costs(timeline: Timeline) -> Costs:
         return Update(fetch_s, average_s, norm_s, optimizer_s=optimizer_s)
 
     stages = range(len(ranks_of))
+    # A backward includes what was put off, whether or not this step put it off (Costs).
     late_s = [mean_s("compute", "weights", stage=stage) for stage in stages]
     return Costs(
         forward_s=[mean_s("compute", "forward", stage=stage) for stage in stages],
@@ -159,6 +161,7 @@ def _shares(lane: Lane) -> Iterator[_Share]:
             continue
         # Behind the norm a stage's ranks wait under that name for their leader's answer.
         waits = box.what == "wait" or (box.what == "average" and has_normed)
+        # Waiting is nobody's cost, but what the interpreter did before it is.
         part = "clip" if waits else box.what
         if has_normed or part not in ("fetch", "average", "clip"):
             part = "after"

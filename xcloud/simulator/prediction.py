@@ -211,6 +211,7 @@ class Prediction:
                 if took_s > 0:
                     yield _Span(what, place, from_s=at_s, until_s=at_s + took_s)
                     at_s += took_s
+            # Not the sum of the parts, which may differ from it in the last digit.
             at_s = self._end_s(rank, index)
         until_s = self._started_s(rank) + self._span_s(rank)
         if until_s > at_s:

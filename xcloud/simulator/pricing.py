@@ -153,6 +153,7 @@ class Pricer:
             for (start, end), (slowdown, num_ranks, ways) in zip(plan.spans, stages, strict=True):
                 work = self._work(start, end, b)
                 own_s = slowdown * (work.forward_s + work.backward_s + call_s)
+                # `out` and `back` are still those of the boundary before this stage.
                 own_s += out.decompress_s + back.compress_s
                 out = back = Direction()
                 if ways:
@@ -163,6 +164,8 @@ class Pricer:
                     # The first micro-batch is counted in `through_s` already.
                     busiest_s = max(busiest_s, m * max(busy) - sum(busy))
                 own_s += out.compress_s + back.decompress_s
+                # One micro-batch passes every stage and line; the others wait behind the busiest
+                # of these.
                 through_s += own_s
                 busiest_s = max(busiest_s, (math.ceil(m / num_ranks) - 1) * own_s)
             longest_s = max(longest_s, through_s + busiest_s)
@@ -211,6 +214,7 @@ class Pricer:
             work = self._work(*span, b)
             forward_s.append((calls_s[0] + work.forward_s) * self.crossing.get(stage, 1.0))
             own_s = calls_s[1] + work.backward_s
+            # A split backward calls the layers' products apart, which costs or saves some time.
             if _splits(schedule, stage=stage, num_stages=num_stages):
                 own_s = max(0.0, own_s + work.splitting_s)
             backward_s.append(own_s)
@@ -330,6 +334,7 @@ class Pricer:
             if arranged.layout.ranks_of(stage) == arranged.layout.ranks_of(stage + 1):
                 continue  # handed over inside a rank
             leaves = arranged.layout.leaves_cloud(stage)
+            # Queues hold what is sent, which is compressed only where it leaves a cloud.
             out, back = self.directions_at(plan.compression if leaves else NO_COMPRESSION, end, b)
             returned = round(back.num_bytes) if stage not in silent else None
             messages[stage] = round(out.num_bytes), returned
