@@ -345,6 +345,13 @@ def test_the_drawn_front_ends_at_its_points_and_bars_have_the_colours_of_theirs(
     assert line.get_xydata().tolist() == [[0.2, 12.0], [pytest.approx(0.45), 42.0]]
     for colour, drawn in zip(marks.colour, axes.containers, strict=True):
         assert all(to_rgb(bar.get_color()[0]) == to_rgb(colour) for bar in drawn.lines[2])
+    assert axes.get_ylabel() == "BLEU, test set (mean ± std over seeds)"
+    marks = pictures.marks_of(Results(from_folder(sweep)), "compression_ratio")
+    for ratios, scale in (([0.99, 3.9, 14.0], "log"), ([9.0, 13.9, 24.0], "linear")):
+        axes = canvas("x", 8, 5).subplots()
+        shown = marks.assign(compression_ratio=ratios)
+        pictures.draw_scatter(axes, shown, "compression_ratio", "bleu")
+        assert axes.get_xscale() == scale and not axes.lines[0].get_linestyle() == "--"
 
 
 def test_a_long_label_leaves_room_for_what_is_drawn_and_keeps_both_ends() -> None:

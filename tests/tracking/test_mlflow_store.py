@@ -15,6 +15,7 @@ from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.event_lines import append_event, append_step
@@ -59,6 +60,9 @@ SUMMARY: dict[str, Any] = {
     "quality": {"bleu": 41.92},
     "profile": "demo",
     "data": {"name": "stories", "digest": "d1", "rows": {"train": 8, "test": 2}},
+    "step_time_s": {"median": 0.4, "p90": 0.5},
+    "compression_ratio": {"forward": 4.0, "total": 3.0},
+    "wan_bytes_per_step": {"forward": 10},
 }
 
 
@@ -81,7 +85,12 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, MlflowSend
     tracker = MlflowTracker(root=str(root), flush_s=0.05).start(
         TrackedRun(
             "fp16_svd@0.6",
-            {"compression.forward.rate": 0.6, "layers": [1, 2], "long": "x" * 10_000},
+            {
+                "compression.forward.rate": 0.6,
+                "layers": [1, 2],
+                "long": "x" * 10_000,
+                "task.name": "stories",
+            },
             {"sweep": "s1"},
             run_dir,
             StepCollector(1),
@@ -108,7 +117,8 @@ def test_run_is_in_the_store_with_parameters_tags_curves_and_final_values(
     ]
     params = dict(query(root, "SELECT key, value FROM params"))
     assert params == {
-        "compression.forward.rate": "0.6", "layers": "[1, 2]", "long": "x" * 6000
+        "compression.forward.rate": "0.6", "layers": "[1, 2]", "long": "x" * 6000,
+        "task.name": "stories",
     }  # fmt: skip
     tags = dict(query(root, "SELECT key, value FROM tags"))
     assert tags["sweep"] == "s1" and tags["status"] == "finished"
@@ -130,12 +140,22 @@ def test_the_corpus_is_an_input_and_the_model_has_its_scores(
     assert {(i.dataset.name, i.dataset.digest, i.tags[0].value) for i in splits} == {
         ("stories, train", "d1", "train"), ("stories, test", "d1", "test"),
     }  # fmt: skip
+    sizes = {i.dataset.name: json.loads(i.dataset.profile) for i in splits}
+    assert sizes == {"stories, train": {"num_rows": 8}, "stories, test": {"num_rows": 2}}
+    assert {i.dataset.source for i in splits} == {json.dumps({"task.name": "stories"})}
     (model,) = client.search_logged_models([tracker.experiment_id], "metrics.bleu > 41")
     assert model.source_run_id == tracker.run_id and model.tags["corpus"] == "stories"
     assert model.tags["run_folder"] in model.tags["mlflow.note.content"], "its page shows it"
-    assert {m.key: (m.value, m.dataset_name) for m in model.metrics}["bleu"] == (
-        41.92, "stories, test",
-    )  # fmt: skip
+    assert model.status == "READY" and model.params == {"corpus": "stories"}
+    assert {m.key: (m.value, m.dataset_name, m.dataset_digest) for m in model.metrics} == {
+        "bleu": (41.92, "stories, test", "d1"), "step_time_s": (0.4, None, None),
+        "compression_ratio": (3.0, None, None), "wan_bytes_per_step": (10.0, None, None),
+    }  # fmt: skip
+    total_mb = psutil.virtual_memory().total / 1e6
+    load = dict(query(root, "SELECT key, value FROM metrics WHERE key LIKE 'system/%'"))
+    assert len(load) == 3
+    assert total_mb / 1000 < load["system/system_memory_usage_megabytes"] < total_mb
+    assert 0 <= load["system/system_memory_usage_percentage"] <= 100
 
 
 def test_artifacts_lie_in_the_folder_of_the_store(recorded: tuple[Path, MlflowSender]) -> None:
@@ -431,10 +451,32 @@ def test_a_store_that_would_refuse_everything_is_said_before_the_start(tmp_path:
         tracker.check()
 
 
-@pytest.mark.parametrize("answer", ["deleted", "active", 401, 404, "nothing"])
-def test_a_server_that_would_refuse_everything_is_said_too(answer: str | int) -> None:
+@pytest.mark.parametrize(
+    ("answer", "named", "header"),
+    [
+        ("deleted", {}, None),
+        ("active", {"TOKEN": "t", "USERNAME": "u", "PASSWORD": "p"}, "Bearer t"),
+        (401, {"USERNAME": "u", "PASSWORD": "p"}, "Basic dTpw"),
+        (403, {"USERNAME": "u"}, "Basic dTo="),
+        (404, {}, None),
+        ("nothing", {}, None),
+    ],
+)
+def test_a_server_that_would_refuse_everything_is_said_too(
+    answer: str | int,
+    named: dict[str, str],
+    header: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("TOKEN", "USERNAME", "PASSWORD"):
+        monkeypatch.delenv(f"MLFLOW_TRACKING_{name}", raising=False)
+    for name, value in named.items():
+        monkeypatch.setenv(f"MLFLOW_TRACKING_{name}", value)
+    asked: list[tuple[str, str | None]] = []
+
     class Server(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            asked.append((self.path, self.headers["Authorization"]))
             self.send_response(answer if isinstance(answer, int) else 200)
             self.end_headers()
             experiment = {"experiment": {"lifecycle_stage": answer}}
@@ -446,10 +488,12 @@ def test_a_server_that_would_refuse_everything_is_said_too(answer: str | int) ->
         thread = Thread(target=server.handle_request)
         thread.start()
         tracker = MlflowTracker(uri=f"http://127.0.0.1:{server.server_port}")
-        refused = answer in ("deleted", 401)
+        refused = answer in ("deleted", 401, 403)
         with pytest.raises(ConfigError, match="would refuse") if refused else nullcontext():
             tracker.check()
         thread.join()
+    page = "/api/2.0/mlflow/experiments/get-by-name?experiment_name=xcloud"
+    assert asked == [(page, header)]
     tracker.check()  # a server that is down may come back
 
 
