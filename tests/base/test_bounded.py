@@ -10,6 +10,7 @@ import re
 import resource
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from tests.corpora import given
 from tests.small_tokenizer import small_tokenizer
 from xcloud.base import bounded, placeholders
+from xcloud.base.bounded import BoundedLines
 from xcloud.base.errors import DataError
 from xcloud.models.backbone import PretrainedBackbone
 from xcloud.pretrained import (
@@ -157,6 +159,31 @@ def test_a_file_may_not_unpack_to_many_times_its_size(
             pass
     monkeypatch.setattr(bounded, "MAX_UNPACKED", 2000)
     assert sum(1 for _ in read_lines(path)) == 120 * 1024
+
+
+def test_what_a_packed_file_holds_is_counted_and_what_a_plain_one_holds_is_not(
+    tmp_path: Path,
+) -> None:
+    """64 MB and 200 times its own ten bytes; a line of 16 M characters is the longest."""
+    block = "a" * (8 << 20)
+
+    def lengths(name: str, *sizes: int) -> list[int]:
+        path = tmp_path / name
+        path.write_bytes(b"0123456789")
+        left = [*sizes]
+        file: Any = SimpleNamespace(readline=lambda most: block[: left.pop(0)] if left else "")
+        return [len(line) for line in BoundedLines(file, path)]
+
+    full = [8 << 20] * 8
+    assert lengths("a.gz", *full, 2000) == [*full, 2000]
+    with pytest.raises(DataError, match="unpacks to more than 200 times its size"):
+        lengths("a.gz", *full, 2000, 1)
+    assert lengths("a.txt", *full, 2001) == [*full, 2001]
+    longest: Any = SimpleNamespace(readline=lambda most: "a" * most)
+    with pytest.raises(DataError, match="a line of more than 3 characters"):
+        next(BoundedLines(longest, tmp_path / "a.txt", max_line=3))
+    fits: Any = SimpleNamespace(readline=lambda most: "a" * (most - 1))
+    assert next(BoundedLines(fits, tmp_path / "a.txt", max_line=3)) == "aaa"
 
 
 def test_the_header_of_tensors_is_bounded(tmp_path: Path) -> None:

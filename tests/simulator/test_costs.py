@@ -71,6 +71,17 @@ def test_a_predicted_step_read_back_as_costs_predicts_itself(schedule: Schedule)
     )
 
 
+def test_a_curve_is_the_same_whether_a_list_or_a_file_gave_its_points() -> None:
+    """Plans are kept by the profile that they were made from."""
+    one, other = (Curve(points) for points in ([(1.0, 2.0), (2.0, 3.0)], ((1.0, 2.0), (2.0, 3.0))))
+    assert one == other and len({one, other}) == 1
+    assert [one.at(samples) for samples in (0.5, 1.0, 3.0)] == [1.5, 2.0, 4.0]
+    falls = Curve([(1.0, 1.0), (2.0, -1.0)])
+    assert (falls.at(3.0), falls.change_at(3.0)) == (0.0, -3.0)
+    with pytest.raises(ConfigError, match="points with more and more samples"):
+        Curve([(1.0, 2.0), (1.0, 3.0)])
+
+
 def test_ranks_of_a_stage_are_read_as_their_mean_and_wait_for_nobody() -> None:
     layout = ClusterLayout({"a": Cloud(3), "b": Cloud(2)}, LinkProfile(8e6, 0.004))
     costs = replace(PLAIN, updates=[Update(average_s=0.01), Update(average_s=0.02)],

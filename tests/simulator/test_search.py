@@ -3,6 +3,8 @@
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -551,3 +553,16 @@ def test_the_report_names_the_best_the_own_and_what_to_change(tmp_path: Path) ->
     told = predicted_of(tmp_path)
     assert told == {"predicted_step_time_s": pytest.approx(ranked.best[0].step_s)}
     assert predicted_of(tmp_path / "nothing") == {}
+
+
+def test_a_cut_is_told_in_blocks_where_the_model_is_cut_freely() -> None:
+    def said(blocks: list[int], *ends: int) -> str:
+        pieces = [SimpleNamespace(blocks=number) for number in blocks]
+        priced: Any = SimpleNamespace(profile=SimpleNamespace(pieces=pieces))
+        nothing: Any = None
+        plan = Plan("pipeline", ends, GPipe(4), NO_COMPRESSION)
+        return Report(priced, space=nothing, ranked=nothing).split(plan)
+
+    assert said([1, 2, 1, 1, 1], 2, 5) == "3 | 3 blocks"
+    assert said([1, 2, 0, 1, 1], 2, 5) == "2 | 5"
+    assert said([1, 2, 1, 1, 1], 5) == "whole"
