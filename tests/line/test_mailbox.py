@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -384,6 +385,32 @@ def test_an_object_of_an_earlier_attempt_does_not_open_in_this_one(tmp_path: Pat
 
 def test_who_waits_long_looks_seldom() -> None:
     assert [pause_after(quiet_s) for quiet_s in (0.0, 10.0, 1000.0)] == [0.02, 0.5, 5.0]
+
+
+def test_who_listens_looks_often_after_news_seldom_without_and_checks_every_five_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each look comes three seconds after the one before, and the third finds something."""
+    now_s = [1000.0]
+    monkeypatch.setattr(mailbox, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    listed = iter([{}, {}, {"a": 1}, {"a": 1}, {"a": 1}])
+    pauses: list[float] = []
+    checked_at_s: list[float] = []
+
+    def wait(pause_s: float) -> bool:
+        pauses.append(pause_s)
+        now_s[0] += 3.0
+        return len(pauses) == 6
+
+    over = SimpleNamespace(wait=wait, is_set=lambda: False)
+    store: Any = SimpleNamespace(over=over, sizes=lambda folder: next(listed))
+    lost: list[LinkError] = []
+    arrivals = Arrivals(store, "f", lambda: checked_at_s.append(now_s[0]), on_lost=lost.append)
+    with pytest.raises(LinkClosed, match="this rank has ended"):
+        arrivals.wait("b", timeout_s=20.0)
+    assert pauses == pytest.approx([0.0, 0.15, 0.3, 0.02, 0.15, 0.3])
+    assert checked_at_s == [1003.0, 1009.0, 1015.0]
+    wait_for(lambda: len(lost) == 1)
 
 
 class OddStore(LocalFileSystem):  # type: ignore[misc]

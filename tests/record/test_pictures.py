@@ -5,6 +5,7 @@ import json
 import logging
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -327,3 +328,23 @@ def test_losses_stand_in_one_panel_and_scores_in_the_other(
         ("training loss", ["each step", "mean of 2 steps"]),
         ("dev quality", ["bleu"]),
     ]
+
+
+def test_lines_stand_below_the_upper_of_their_clouds_and_those_of_control_messages_last() -> None:
+    def flights(*kinds: str) -> list[Any]:
+        return [SimpleNamespace(kind=kind) for kind in kinds]
+
+    box = [SimpleNamespace(stage=stage, direction="forward") for stage in (0, 1)]
+    lanes = [SimpleNamespace(cloud=c, rank=r, boxes=box[: 2 - r]) for r, c in enumerate("abc")]
+    shown: Any = SimpleNamespace(
+        clouds=[*"abc"],
+        lanes=lanes,
+        flights={
+            ("a", "b"): flights("norm", "activation"), ("b", "a"): flights("norm"),
+            ("a", "c"): flights("norm", "report"), ("c", "b"): flights("averaging"),
+            ("b", "c"): (),
+        },
+    )  # fmt: skip
+    assert [name for name, _ in pictures._lanes(shown)] == [
+        "a  rank 0\n(small: stage)", "a → b", "b  rank 1", "c → b", "c  rank 2", "b → a", "a → c",
+    ]  # fmt: skip
