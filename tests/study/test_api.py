@@ -216,8 +216,10 @@ def test_gradients_of_ddp_are_compressed_by_name(tmp_path: Path) -> None:
         xcloud.compress_ddp(nn.Linear(2, 2), "int8")
 
 
-def test_importing_the_package_imports_no_torch() -> None:
-    program = "import sys, xcloud; assert 'torch' not in sys.modules"
+def test_importing_the_package_imports_no_torch_and_leaves_a_script_its_folder() -> None:
+    """A script finds the modules beside it; only `python -m xcloud` looks nowhere else first."""
+    program = "import sys; sys.path.insert(0, '/beside'); import xcloud; "
+    program += "assert 'torch' not in sys.modules and sys.path[0] == '/beside'"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
