@@ -56,9 +56,9 @@ from xcloud.job.config import EXPERIMENT_FILE
 from xcloud.job.given import composed
 from xcloud.record.summary import SUMMARY_FILE, read_summary
 from xcloud.show.tables import cell_text, rendered
+from xcloud.study.point_process import OUTPUT_FILE
 from xcloud.study.points import Point, SweepState
 from xcloud.study.runner import (
-    OUTPUT_FILE,
     LauncherSettings,
     Processes,
     Runner,
