@@ -304,6 +304,24 @@ def test_a_leak_that_only_a_probe_finds_is_measured_on_the_half_that_it_does_not
     assert judged == [(150, 150)] * 2
 
 
+def test_a_label_in_the_first_row_or_in_the_sum_of_all_rows_alone_is_found(tmp_path: Path) -> None:
+    draw = torch.Generator().manual_seed(3)
+    label = classes()
+    ids = torch.arange(len(label))
+    says = (2.0 * label - 1)[:, None] * torch.ones(6) + 0.1 * torch.randn(300, 6, generator=draw)
+    noise = 3 * torch.randn(300, 6, generator=draw)
+    for name, first, second in (("first", says, noise - says), ("sum", noise, says - noise)):
+        (folder := tmp_path / name).mkdir()
+        owner, other = observer(0, "text_owner", {"text"}), observer(1, "label_owner", {"label"})
+        other.batch(51, {"ids": ids, "label": label})
+        rows = torch.stack([first, second], 1).flatten(0, 1)
+        owner.message(GRADIENT, ids, torch.full((300,), 2, dtype=torch.int16), rows)
+        owner.write(folder)
+        other.write(folder)
+        [attacks] = measure(folder)["leakage"]["label"]["text_owner"].values()
+        assert min(attacks["direction"], attacks["spectral"]) > 0.95
+
+
 def test_labels_of_fewer_than_20_samples_are_not_attacked(tmp_path: Path) -> None:
     for num in (19, 20):
         (folder := tmp_path / str(num)).mkdir()
@@ -434,7 +452,10 @@ def test_averages_that_are_not_attacked_are_said_where_there_are_any(num_replica
     context.job.model.fields.return_value = {"text"}
     context.job.security.meter = LeakMeter()
     vocabularies = {"text": TokenIds(size=7, pad=PAD, bos=BOS, eos=2, mask=3)}
-    leak_observers(context, data=Mock(vocabularies=vocabularies), stages={0: Mock()})
+    made = leak_observers(context, data=Mock(vocabularies=vocabularies), stages={0: Mock()})
+    seen = made.observer
+    assert [step for step in range(1, 101) if seen.wants(step)] == list(range(51, 101))
+    assert seen.max_rows == 20_000 and seen.token_fields == {"text": (PAD, (BOS, 2))}
     assert context.reporter.note.called is (num_replicas == 2)
 
 

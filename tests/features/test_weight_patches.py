@@ -635,7 +635,12 @@ def test_what_leaves_is_counted_for_the_audit_and_the_summary(
     assert [(e["step"], e["stage"], e["is_whole"], e["num_values"]) for e in told] == [
         (2, 0, 1, 620), (2, 1, 1, 620), (4, 0, 0, 620), (4, 1, 0, 620)
     ]  # fmt: skip
-    assert all(0 <= e["pause_s"] < 60 and 0 <= e["write_s"] < 60 for e in told)
+    for seconds in ("pause_s", "write_s"):
+        assert all(0 <= e[seconds] < 60 for e in told)
+    told = [e | {"pause_s": 0.25, "write_s": 1.5} for e in told]
+    found = WEIGHTS.in_summary(told)["weight_patches"]
+    assert (found["pause_s"], found["write_s"]) == (1.0, 6.0)
+    assert found["share_of_whole"] == found["patch_bytes"] / (2 * 2 * 620)
 
 
 # --- the folder
