@@ -1,10 +1,12 @@
 """How much may be under way on a link, and when an emulated one delivers it."""
 
+import os
 import threading
 import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from xcloud.base.errors import ConfigError, LinkClosed
 from xcloud.comm.channel import SendChannel
 from xcloud.comm.compression import Compression
 from xcloud.layout import Cloud, ClusterLayout
+from xcloud.net import link as links
 from xcloud.net.frame import Kind, MessageKey, TensorSpec, frame_bytes
 from xcloud.net.gloo_link import GlooInLink, GlooOutLink
 from xcloud.net.link import LinkClock, PostedReceives, Reservation
@@ -327,6 +330,24 @@ def test_latency_that_falls_reorders_nothing_and_notices_travel_at_that_of_their
     assert after.deliver_at_s == before.deliver_at_s, "it waits behind the one before"
     assert clock.reserve(1000, start_s + 2).deliver_at_s == pytest.approx(start_s + 2.01, abs=1e-4)
     assert (clock.latency_at(start_s + 0.5), clock.latency_at(start_s + 1.5)) == (0.5, 0.01)
+
+
+def test_ranks_that_share_a_line_take_turns_from_when_its_file_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns: list[tuple[str, int]] = []  # what was asked of the lock, and the bytes there by then
+
+    def flock(file: int, how: str) -> None:
+        turns.append((how, os.fstat(file).st_size))
+
+    faked = SimpleNamespace(flock=flock, LOCK_EX="take", LOCK_UN="give")
+    monkeypatch.setattr(links, "fcntl", faked)
+    clock = LinkClock(LinkProfile(1e6), tmp_path / "a-b.clock")
+    assert turns == [("take", 0), ("give", 32)]
+    LinkClock(LinkProfile(1e6), tmp_path / "a-b.clock")
+    assert turns[2:] == [("take", 32), ("give", 32)]
+    clock.reserve(1000)
+    assert turns[4:] == [("take", 32), ("give", 32)]
 
 
 def test_reservations_of_many_threads_do_not_overlap(tmp_path: Path) -> None:
