@@ -276,6 +276,7 @@ class FailingRanks:
         self.run_dir = folder
         self.failed: dict[int, int] = {}
         self.num_starts = 0
+        self.max_restarts = 3
         self._script = [*script]
 
     def start(self) -> None:
@@ -311,11 +312,11 @@ def test_restarts_are_counted_from_one_checkpoint_to_the_next(case: str, tmp_pat
     script, ends_well = RESTARTS[case]
     ranks: Any = FailingRanks(tmp_path, script)
     if ends_well:
-        local.train(ranks, 3, next_attempt=lambda: None, follow=lambda: True)
+        local.train(ranks, next_attempt=lambda: None, follow=lambda: True)
         assert ranks.num_starts == len(script) + 1
     else:
         with pytest.raises(RunFailed):
-            local.train(ranks, 3, next_attempt=lambda: None, follow=lambda: True)
+            local.train(ranks, next_attempt=lambda: None, follow=lambda: True)
         assert ranks.num_starts == len(script)
 
 
@@ -323,7 +324,7 @@ def test_a_run_without_a_checkpoint_begins_again_with_a_peer_that_has(tmp_path: 
     said = {"message": "rank 1 of cloud_b has begun the run again", "peer_lost": True}
     error_file(tmp_path, 0).write_text(json.dumps(said))
     ranks: Any = FailingRanks(tmp_path, [(ELSEWHERE, None)])
-    local.train(ranks, 3, next_attempt=lambda: None, follow=lambda: True)
+    local.train(ranks, next_attempt=lambda: None, follow=lambda: True)
     assert ranks.num_starts == 2
 
 

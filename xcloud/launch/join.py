@@ -19,7 +19,7 @@ from xcloud.base.terminal import say
 from xcloud.job import given
 from xcloud.job.config import EXPERIMENT_FILE, Settings, this_clouds_keys, this_clouds_policy
 from xcloud.job.job import Job
-from xcloud.job.misfits import misfits
+from xcloud.job.misfits import announce
 from xcloud.launch.failures import EXIT_START_AGAIN, check_gpu
 from xcloud.launch.joined_rank import check_peers, place_of
 from xcloud.launch.local import StopSignals, run_in_owned, stopped_in_words, train
@@ -92,6 +92,7 @@ class CloudRanks(LocalRanks):
             liveness=layout.liveness,
             experiment_file=file,
             first_rank=ranks[0],
+            max_restarts=job.launch.max_restarts,
         )
         self._layout = layout
         self._machine = machine
@@ -265,11 +266,11 @@ def _run_part(settings: Settings, run_dir: Path, ranks: LocalRanks) -> None:
     """Run ranks without the first one of the run, whose machine keeps the record of the run."""
     job = settings.job
     settings.write(run_dir / EXPERIMENT_FILE)
-    say("\n".join([job.headline, *misfits(job)]))
+    announce(job)
     signals = StopSignals(ranks.ask_to_stop)
     with signals.handled():
         try:
-            train(ranks, job.launch.max_restarts, next_attempt=lambda: None, follow=lambda: True)
+            train(ranks, next_attempt=lambda: None, follow=lambda: True)
         except RunStopped:
             by = ranks.who_stopped(asked=None)
             raise RunStopped(

@@ -20,7 +20,7 @@ from xcloud.base.run_folder import owned
 from xcloud.base.terminal import say, signals_to_stop
 from xcloud.job.config import EXPERIMENT_FILE, Settings, this_clouds_policy
 from xcloud.job.job import Job
-from xcloud.job.misfits import misfits
+from xcloud.job.misfits import announce
 from xcloud.launch.failures import (
     START_EACH_CLOUD,
     check_gpu,
@@ -99,7 +99,6 @@ def run_in_owned(
     # leaves the file of the run as it was.
     asked = run_dir / f"resumed.{file.name}" if resumes and file.exists() else file
     settings.write(asked)
-    say("\n".join([job.headline, *misfits(job)]))
     # A summary says that a run has ended, so the new attempt must not have one.
     drop_unfinished(run_dir)
     for stale in run_dir.glob("rank*.wire.json"):  # of a run here that may have had more ranks
@@ -110,6 +109,7 @@ def run_in_owned(
             stale.unlink()
     monitor = Monitor(settings, run_dir)
     ranks = ranks_of(job, run_dir, asked)
+    announce(job)
 
     cause: str | None = None
     signals = StopSignals(ranks.ask_to_stop)
@@ -119,7 +119,6 @@ def run_in_owned(
             monitor.start()
             train(
                 ranks,
-                job.launch.max_restarts,
                 next_attempt=monitor.next_attempt,
                 follow=lambda: _follow(ranks, monitor=monitor, file=file),
             )
@@ -191,6 +190,7 @@ def _ranks(job: Job, run_dir: Path, file: Path) -> LocalRanks:
         restart_s=job.roster.restart_s,
         liveness=layout.liveness,
         experiment_file=file,
+        max_restarts=job.launch.max_restarts,
     )
 
 
@@ -226,16 +226,9 @@ def stopped_in_words(run_dir: Path, by: str, again: str, unsaved: str) -> str:
     return f"{by}; " + (f"to resume from step {agreed[0]}: {again}" if agreed else unsaved)
 
 
-def train(
-    ranks: LocalRanks,
-    max_restarts: int,
-    next_attempt: Callable[[], None],
-    follow: Callable[[], bool],
-) -> None:
+def train(ranks: LocalRanks, next_attempt: Callable[[], None], follow: Callable[[], bool]) -> None:
     """Train to the end of the run, in as many attempts as that takes and the user allows.
 
-    max_restarts: number of times that all ranks may be restarted without a new checkpoint that all
-        have agreed on. Failures of these ranks count apart from those of other owners' ranks.
     next_attempt: called before the ranks are restarted.
     follow: called often. It returns whether all ranks have joined.
     """
@@ -244,7 +237,7 @@ def train(
     step = max(folder.agreed_steps(), default=0)
     num_restarts = Counter[str]()
     while True:
-        note_attempt(ranks.run_dir, restarts_left=max_restarts - num_restarts["here"])
+        note_attempt(ranks.run_dir, restarts_left=ranks.max_restarts - num_restarts["here"])
         ranks.start()
         try:
             return ranks.wait(meanwhile=follow)
@@ -259,7 +252,7 @@ def train(
                 num_restarts.clear()
             # Failures of other owners' ranks do not use up what is allowed here.
             where = "here" if own_failures(ranks.failed) else "elsewhere"
-            if num_restarts[where] == max_restarts:
+            if num_restarts[where] == ranks.max_restarts:
                 raise
             # Without a checkpoint all would be repeated, unless the other cloud does so anyway.
             if not agreed and not was_restarted_elsewhere(ranks.run_dir):
@@ -269,7 +262,8 @@ def train(
             again_from = f"from step {agreed[0]}" if agreed else "from the beginning"
             say(
                 f"{error}\nall ranks start again {again_from} (restart {num_restarts[where]} of "
-                f"at most {max_restarts}{cause} before the next checkpoint: launch.max_restarts)"
+                f"at most {ranks.max_restarts}{cause} before the next checkpoint: "
+                "launch.max_restarts)"
             )
             next_attempt()
 

@@ -99,6 +99,8 @@ class LocalRanks:
         ended, whatever the others wait for. Until all have joined, this applies to every rank.
     experiment_file: the experiment file that the ranks read. None: the one in the run folder.
     first_rank: number of the first rank that this launcher starts; other owners start the rest.
+    max_restarts: number of times that all ranks may be restarted without a new checkpoint that all
+        have agreed on. Failures of these ranks count apart from those of other owners' ranks.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class LocalRanks:
         liveness: Liveness = DEFAULT_LIVENESS,
         experiment_file: Path | None = None,
         first_rank: int = 0,
+        max_restarts: int = 0,
     ) -> None:
         self.run_dir = run_dir
         self.clouds = cloud_of_rank
@@ -118,6 +121,7 @@ class LocalRanks:
         self.essential = frozenset(self.ranks) if essential is None else essential
         self.processes: list[subprocess.Popen[bytes]] = []
         self.is_asked_to_stop = False
+        self.max_restarts = max_restarts
         self._restart_s = restart_s
         self._liveness = liveness
         self._detector = self._new_detector()

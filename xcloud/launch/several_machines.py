@@ -20,7 +20,7 @@ from xcloud.base.terminal import say, signals_to_stop
 from xcloud.job import given
 from xcloud.job.config import EXPERIMENT_FILE, Settings, this_clouds_policy
 from xcloud.job.job import Job
-from xcloud.job.misfits import misfits
+from xcloud.job.misfits import announce
 from xcloud.launch.failures import START_EACH_CLOUD, failed, leave_ending, write_failure
 from xcloud.launch.own_progress import OwnProgress, what_left
 from xcloud.launch.processes import WAYS_TO_STOP
@@ -108,7 +108,7 @@ class TorchrunProcess(RankProcess):
         check_unfinished(job, run_dir=self.run_dir)
         if self.is_first_here:
             keep_experiment(self.file, settings, run_dir=self.run_dir)
-            say("\n".join([job.headline, *misfits(job)]))
+            announce(job)
         if verdict.from_step:
             self._say(f"resumes from step {verdict.from_step}")
         if self.is_first_here and self.rank:

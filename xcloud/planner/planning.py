@@ -19,7 +19,7 @@ from xcloud.comm.compression_plans import Phased
 from xcloud.feature_list import all_features
 from xcloud.job.config import Settings, build
 from xcloud.job.job import PipelineJob
-from xcloud.job.misfits import misfits
+from xcloud.job.misfits import announce
 from xcloud.layout import ClusterLayout
 from xcloud.pipeline.schedule import GPipe, Schedule
 from xcloud.planner.plan_report import Report, print_plans, write_plan, write_plan_picture
@@ -43,7 +43,7 @@ def planned(settings: Settings, run_dir: Path) -> Settings | None:
     planner = Planner(settings)
     planner.job.check()
     with owned(run_dir):
-        say("\n".join([planner.job.headline, *misfits(planner.job)]))
+        announce(planner.job)
         report = planner.report(*planner.profile())
         print_plans(report)
         chosen = report.ranked.best[0] if planner.plan.mode == "apply" else None
