@@ -25,7 +25,6 @@ from xcloud.show.status import describe
 from xcloud.show.tables import (
     Column,
     console_of,
-    markdown_of,
     print_report,
     print_table,
     write_csv,
@@ -164,7 +163,7 @@ def test_a_long_cell_stays_one_line_where_output_goes_on_to_a_program(
 
 
 def test_a_run_without_a_step_has_no_closing_table() -> None:
-    assert markdown_of(RunRecord({"num_steps": 0})) == ""
+    assert RunRecord({"num_steps": 0}).markdown == ""
 
 
 PROCESS = """

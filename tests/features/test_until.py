@@ -13,7 +13,6 @@ from xcloud.features.until.settings import Until
 from xcloud.pipeline.settings import Training
 from xcloud.record.run_record import RunRecord
 from xcloud.record.summary import steady_step_s
-from xcloud.show import tables
 
 
 def until(**fields: object) -> list[str]:
@@ -40,7 +39,7 @@ def test_all_ranks_end_at_the_evaluation_that_reaches_the_target(
     assert losses(tmp_path / "early") == losses(tmp_path / "whole")[:2]
     assert reached["target"] == "bleu >= 0"
     assert reached["time_to_target_s"] == pytest.approx(2 * reached["steady_step_s"], abs=2e-3)
-    assert "steps to target | 2 | bleu >= 0: " in tables.markdown_of(RunRecord(reached, FIGURES))
+    assert "steps to target | 2 | bleu >= 0: " in RunRecord(reached, FIGURES).markdown
     assert (
         RunRecord(unreached, FIGURES)
         .metrics.keys()

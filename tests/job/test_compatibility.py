@@ -18,7 +18,6 @@ from xcloud.job.compared import compared_settings
 from xcloud.job.config import Settings, build, fill_in, resolved
 from xcloud.record.run_record import RunRecord
 from xcloud.security.policy import Policy
-from xcloud.show.tables import markdown_of
 
 OLD = Path(__file__).parents[1] / "release_0_2_0"
 
@@ -52,7 +51,7 @@ def test_a_summary_of_0_2_0_is_shown_and_loaded() -> None:
     assert set(result.scores) == {"bleu", "chrf"}
     assert result.step_s is not None and result.bytes_per_step > 0
     assert result.compression_ratio is not None and result.compression_ratio > 3
-    table = markdown_of(RunRecord(json.loads((OLD / "summary.json").read_text()), FIGURES))
+    table = RunRecord(json.loads((OLD / "summary.json").read_text()), FIGURES).markdown
     assert "step time, median" in table and "compression ratio" in table
 
 

@@ -21,7 +21,6 @@ from tests.nightly import first_daily
 from xcloud.feature_list import FIGURES
 from xcloud.job.config import Settings
 from xcloud.record.run_record import RunRecord
-from xcloud.show.tables import markdown_of
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -71,7 +70,7 @@ def test_the_readmes_table_is_what_the_demo_printed_and_what_a_run_prints_today(
     lines = ["abnet_iwslt: finished" + shown.splitlines()[0], *shown.splitlines()[1:]]
     run = RunArchive(ROOT / "records" / "demo").read()["AB-Net-seed1"]
     printed = {" ".join(line.split()) for line in run["run.log"].splitlines()}
-    rows = markdown_of(RunRecord(json.loads(run["summary.json"]), FIGURES))
+    rows = RunRecord(json.loads(run["summary.json"]), FIGURES).markdown
     names = re.findall(r"^\| ([^|]+?) \|", rows, re.MULTILINE)
     assert [line for line in lines if line.strip() and " ".join(line.split()) not in printed] == []
     figures = shown.split(" cloud ")[0].splitlines()[1:]

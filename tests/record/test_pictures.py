@@ -21,7 +21,7 @@ from xcloud.job import config as configs
 from xcloud.record.events import Event
 from xcloud.record.run_record import RunRecord
 from xcloud.record.summary import RunStatistics
-from xcloud.record.timeline import Box, Flight, Lane, Timeline
+from xcloud.record.timeline import Box, Flight, Lane, Timeline, rows_of
 from xcloud.show import pictures
 from xcloud.show.canvas import COLOURS, canvas, column, ink_on, running_mean, wrapped
 from xcloud.show.monitor import Monitor
@@ -93,15 +93,17 @@ def test_a_run_of_any_length_has_its_pictures(num_steps: int, tmp_path: Path) ->
     run = run_of(step_events(num_steps))
     quality = {"event": "quality", "rank": 1, "cloud": "b", "split": "dev", "step": 1}
     run.feed({**quality, "values": {"bleu": 12.0, "chrf": 30.0}})
+    for event in two_ranks():
+        run.feed(event)
 
-    written = write_pictures(tmp_path, run.record({}, ()), timeline(), TITLE)
+    written = write_pictures(tmp_path, run.record({}, ()), TITLE)
 
     assert [path.name for path in written] == ["timeline.png", "loss.png", "step_time.png"]
     assert all(imread(path).shape[2] == 4 for path in written)
 
 
 def test_what_was_never_measured_is_not_drawn(tmp_path: Path) -> None:
-    assert write_pictures(tmp_path, RunRecord({}), None, TITLE) == []
+    assert write_pictures(tmp_path, RunRecord({}), TITLE) == []
     assert not write_loss(tmp_path / "loss.png", record_of(step_events(3, loss=None)), TITLE)
     assert not write_loss(tmp_path / "loss.png", record_of(step_events(3, loss=math.nan)), TITLE)
     assert list(tmp_path.iterdir()) == []
@@ -205,7 +207,7 @@ def test_the_monitor_leaves_trace_and_pictures_in_the_run_folder(
 
     files = ["timeline.json", "timeline.png", "loss.png", "step_time.png"]
     assert all((tmp_path / name).exists() for name in files)
-    assert kept == ["experiment.yaml", "summary.json", *files]
+    assert kept == ["summary.json", *files]
     facts = json.loads((tmp_path / "timeline.json").read_text())["otherData"]
     assert facts["schedule"] == "gpipe m=4"
 
@@ -305,7 +307,7 @@ def test_messages_share_the_height_of_a_line_and_are_numbered_in_two_rows_at_mos
     at_once: int, texts: list[str]
 ) -> None:
     flights = [flight(number // at_once * 10, number) for number in range(max(2, at_once))]
-    bars = list(_bars_of_link(0, flights))
+    bars = list(_bars_of_link(0, rows_of(flights)))
     assert [bar.text for bar in bars if bar.text] == texts
     assert {bar.height for bar in bars if bar.edge == "white"} == {0.6 / at_once}
 

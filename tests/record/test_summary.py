@@ -14,7 +14,6 @@ from xcloud.record.evaluation import evaluation_metrics
 from xcloud.record.feature_figures import LINES, FeatureFigure
 from xcloud.record.run_record import RunRecord
 from xcloud.record.summary import RunStatistics, Summary, feed_log, other_memory, write_summary
-from xcloud.show import tables
 
 REQUIRED = {
     "bytes_per_token",
@@ -35,7 +34,7 @@ ALLOWED = REQUIRED | {
 
 
 def table_of(summary: Summary) -> str:
-    return tables.markdown_of(RunRecord(summary, FIGURES))
+    return RunRecord(summary, FIGURES).markdown
 
 
 def feed_step(statistics: RunStatistics, step: int, **fields: Any) -> None:
@@ -322,7 +321,7 @@ def test_a_figure_of_a_feature_is_written_down_once() -> None:
     summary = summarise(run)
     assert summary["num_melts"] == 3
     record = run.record(summary, (figure,))
-    assert "| melts | 3 | of ice |" in tables.markdown_of(record)
+    assert "| melts | 3 | of ice |" in record.markdown
     assert record.metrics["num_melts"] == 3.0
 
 

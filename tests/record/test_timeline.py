@@ -17,6 +17,7 @@ from xcloud.launch.local import run
 from xcloud.record.events import EventReader
 from xcloud.record.timeline import (
     MAX_ENTRIES,
+    TRACE_FILE,
     MessagePassage,
     Timeline,
     chrome_trace,
@@ -25,7 +26,6 @@ from xcloud.record.timeline import (
     timeline_of,
     write_trace,
 )
-from xcloud.show.display import TRACE_FILE
 
 pytestmark = pytest.mark.usefixtures("pictures")
 

@@ -22,8 +22,8 @@ from xcloud.record.events import EVENTS_FILE
 from xcloud.record.run_record import RunRecord
 from xcloud.security.policy import Policy
 from xcloud.show import notices
-from xcloud.show.display import note_of
 from xcloud.show.monitor import Monitor
+from xcloud.tracking.tracker import note_of
 
 KEEP = "import pathlib, sys; pathlib.Path(sys.argv[1]).open('a').write(sys.stdin.read() + '\\n')"
 ABSENT = {"event": "absence", "absent": "b", "ranks": [1], "what": "left", "step": 3}

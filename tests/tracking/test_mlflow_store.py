@@ -82,6 +82,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, MlflowSend
     blank_store(root)
     run_dir = tmp_path_factory.mktemp("run")
     (run_dir / "samples.txt").write_text("hola -> hello")
+    (run_dir / "experiment.yaml").write_text("name: stories")
     tracker = MlflowTracker(root=str(root), flush_s=0.05).start(
         TrackedRun(
             "fp16_svd@0.6",
@@ -95,6 +96,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, MlflowSend
             run_dir,
             StepCollector(1),
             9,
+            [run_dir / "experiment.yaml"],
         )
     )
     append_event(run_dir / EVENTS_FILE, "data", rank=0, cloud="c", **SUMMARY["data"])
@@ -162,6 +164,7 @@ def test_artifacts_lie_in_the_folder_of_the_store(recorded: tuple[Path, MlflowSe
     root, tracker = recorded
     folder = root / "artifacts" / str(tracker.run_id) / "artifacts"
     assert (folder / "samples.txt").read_text() == "hola -> hello"
+    assert (folder / "experiment.yaml").read_text() == "name: stories"
 
 
 def test_table_is_told_the_run_and_the_command_to_see_it(

@@ -183,6 +183,17 @@ class Job(OfJob, ABC):
     def labels(self) -> Labels: ...
 
     @property
+    def drawn(self) -> dict[str, str]:
+        """The labels that a picture of a run bears."""
+        labels = self.labels
+        found = {
+            "schedule": labels.schedule,
+            "link": self.cluster.describe_link(),
+            "compression": labels.compression,
+        }
+        return {**found, "strategy": labels.strategy} if labels.strategy else found
+
+    @property
     def roster(self) -> Roster:
         """The tasks of ranks; by default the run needs every rank, and each saves."""
         everyone = frozenset(range(self.cluster.num_ranks))

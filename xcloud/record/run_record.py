@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from xcloud.base.terminal import printable
 from xcloud.base.units import (
     UNKNOWN,
     human_bytes,
@@ -20,7 +21,10 @@ from xcloud.base.units import (
 )
 from xcloud.record.events import MEMORY, OTHER_MEMORY, TIMES, Columns, Event
 from xcloud.record.feature_figures import FeatureFigure, Row
+from xcloud.record.timeline import Timeline, timeline_of
 
+KINDS = {"compute_s": "computing", "codec_s": "compressing", "waiting_s": "waiting",
+         "sync_s": "averaging"}  # fmt: skip
 # Of summary.json, what has the same name in a table of runs.
 AS_THEY_ARE = (
     "predicted_step_time_s", "final_loss", "bubble_ratio",
@@ -54,6 +58,28 @@ class RunRecord:
         # In the order in which a reader asks: how good, how long, how much, how fast.
         makers = (_quality_rows, _time_rows, _traffic_rows, *(one.rows for one in self.figures))
         return [row for make in (*makers, _speed_rows) for row in make(self.summary)]
+
+    @cached_property
+    def tables(self) -> Sequence[tuple[str, Sequence[str], Sequence[Sequence[str]]]]:
+        """The tables below the closing one: title, headings, lines."""
+        return [*_tables(self.summary)]
+
+    @property
+    def markdown(self) -> str:
+        """The closing table as Markdown; empty for a run without a step."""
+        if not self.summary["num_steps"]:
+            return ""
+        lines = ["| | | |", "|---|---:|---|"]
+        for row in self.rows:
+            # A line feed or a bar would break the table.
+            cells = (printable(cell).replace("|", "\\|").replace("\n", " ") for cell in row)
+            lines.append(f"| {' | '.join(cells)} |")
+        return "\n".join(lines)
+
+    @cached_property
+    def timeline(self) -> Timeline | None:
+        """What each rank did in one step; None for a run that ended before it."""
+        return timeline_of(self.events)
 
     @cached_property
     def metrics(self) -> Mapping[str, float]:
@@ -125,6 +151,28 @@ def _metrics_of_parts(summary: Mapping[str, Any]) -> dict[str, float | None]:
     for rank in summary.get("memory", ()):
         metrics |= {f"memory_{name}_rank{rank['rank']}": rank.get(name) for name in kinds}
     return metrics
+
+
+def _tables(
+    summary: Mapping[str, Any],
+) -> Iterator[tuple[str, Sequence[str], Sequence[Sequence[str]]]]:
+    # A run that made no step has no times.
+    if summary["compute_s"]:
+        times = [
+            [cloud, *(human_seconds(summary.get(kind, {}).get(cloud)) for kind in KINDS)]
+            for cloud in summary["compute_s"]
+        ]
+        yield "time in a step, mean of the ranks of a cloud", ["cloud", *KINDS.values()], times
+    if memory := summary.get("memory"):
+        in_use = sorted(memory, key=lambda rank: rank.get("gpu_peak", rank["peak"]))
+        fullest = {rank["cloud"]: rank for rank in in_use}.values()
+        by_rank = sorted(fullest, key=lambda rank: int(rank["rank"]))
+        cells = [
+            [kind.replace("_", " "), *(human_bytes(rank.get(kind)) for rank in by_rank)]
+            for kind in (*MEMORY, OTHER_MEMORY)
+            if any(kind in rank for rank in memory)
+        ]
+        yield "memory of the fullest rank", ["", *(rank["cloud"] for rank in by_rank)], cells
 
 
 def _speed_rows(summary: Mapping[str, Any]) -> Iterator[Row]:

@@ -2,10 +2,12 @@
 docs/commands.md explains, and the curves that pictures show. No tracker, no printing, no torch.
 What features add is in their folders."""
 
+import contextlib
 import json
+import logging
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,8 @@ KEPT = {
 an earlier step."""
 OF_AN_ATTEMPT = {"timeline", "finish"}  # of its end
 
+log = logging.getLogger(__name__)
+
 
 class RunStatistics:
     """The statistics of a run, collected from its events.
@@ -77,7 +81,6 @@ class RunStatistics:
         self.steps = Columns()
         self._usage = Usage(prices or {})
         self.resumes: list[dict[str, Any]] = []  # step, steps_again, lost_s
-        self.lost_files: list[str] = []
         self._events: list[Event] = []
         self._pause_s = 0.0
         self._started_at_s: float | None = None
@@ -288,7 +291,7 @@ class RunStatistics:
             ],
             "num_lost_checkpoints": len(lost),
             "num_cut": self._num_cut(),
-            "lost_files": [*(str(e["name"]) for e in self.events("lost_file")), *self.lost_files],
+            "lost_files": [str(event["name"]) for event in self.events("lost_file")],
         }
         # The last attempt's data.
         for event in self.events("data")[-1:]:
@@ -389,6 +392,26 @@ def steady_step_s(step_s: Sequence[float]) -> float | None:
         if max(means) <= 1.01 * min(means):
             return statistics.fmean(several)
     return statistics.median(step_s) if step_s else None
+
+
+@contextlib.contextmanager
+def summary_kept(run_dir: Path, summary: Summary, drawn: str) -> Iterator[None]:
+    """Write summary.json, which must not wait for the block; if that fails, write it once more, as
+    it then names among the lost files what the block would have `drawn`."""
+    _keep_summary(run_dir, summary)
+    try:
+        yield
+    except Exception as error:
+        log.warning("%s is without its %s: %s", run_dir, drawn, error)
+        summary["lost_files"].append(drawn)
+        _keep_summary(run_dir, summary)
+
+
+def _keep_summary(run_dir: Path, summary: Summary) -> None:
+    try:
+        write_summary(run_dir / SUMMARY_FILE, summary)
+    except OSError as error:
+        log.error("%s could not be written: %s", run_dir / SUMMARY_FILE, error)
 
 
 def write_summary(path: str | Path, summary: Mapping[str, object]) -> None:

@@ -10,6 +10,7 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,6 +18,7 @@ from xcloud.base.bounded import parsed_json
 from xcloud.record.events import Event, update_s
 
 PLAN_FILE = "plan.json"
+TRACE_FILE = "timeline.json"
 PREDICTED_FILE = "predicted.json"  # the step that a plan foresaw, as a trace
 PLANNED_FILES = (PLAN_FILE, PREDICTED_FILE)
 COMPUTING = ("fetch", "forward", "backward", "weights", "clip", "optimizer")
@@ -101,6 +103,11 @@ class Timeline:
     @property
     def clouds(self) -> list[str]:
         return list(dict.fromkeys(lane.cloud for lane in self.lanes))
+
+    @cached_property
+    def rows(self) -> Mapping[tuple[str, str], Sequence[Sequence[Flight]]]:
+        """The messages of each direction, in as few rows as they fit into without overlap."""
+        return {direction: rows_of(flights) for direction, flights in self.flights.items()}
 
     @property
     def until_us(self) -> int:
@@ -326,12 +333,12 @@ def chrome_trace(timeline: Timeline, facts: Mapping[str, object]) -> dict[str, A
     links = len(process_of) + 1
     if timeline.flights:
         name("links", links)
-    rows = [
+    threads = [
         (f"{here} to {there}" + (f" ({number + 1})" if number else ""), process_of[there], row)
-        for (here, there), flights in timeline.flights.items()
-        for number, row in enumerate(rows_of(flights))
+        for (here, there), rows in timeline.rows.items()
+        for number, row in enumerate(rows)
     ]
-    for thread, (label, to, row) in enumerate(rows, 1):
+    for thread, (label, to, row) in enumerate(threads, 1):
         name(label, links, tid=thread)
         for flight in row:
             told = ("queued_us", "arrived_us", "sender", "receiver")

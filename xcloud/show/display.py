@@ -1,5 +1,4 @@
-"""What is shown of a run: the progress line, and once it has ended its record: pictures,
-summary.json, what the tracker keeps, the table. Measures nothing.
+"""The progress line of a run. Measures nothing.
 
 On a terminal rich updates one line below all other output (at most 10 times a second); elsewhere a
 line is printed about every 30 s:
@@ -11,47 +10,29 @@ busiest line between two clouds ("link 87 %"), or how fast a cloud sends. A wind
 narrow leaves out the last figures. A one-way job adds the consumer's scores and each producer's
 loss and share so far: "precision 0.61  recall 0.40  en 2.31 (50 %)". The summary has all of it
 separately.
-
-A part of the record that cannot be made costs one warning, never the rest.
 """
 
 from __future__ import annotations
 
-import contextlib
 import io
-import logging
 import math
-import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, TextIO
+from collections.abc import Callable, Sequence
+from typing import TextIO
 
-from xcloud.base.project import MODEL_DIR
 from xcloud.base.terminal import can_rewrite, printable
 from xcloud.base.units import human_duration, score_name, score_with_error
 from xcloud.feature_list import FIGURES
-from xcloud.job.job import Job
-from xcloud.record import timeline as timelines
 from xcloud.record.events import AVERAGING, Event, StepTotals, add_to
-from xcloud.record.files import files_of_samples, may_quote_data
-from xcloud.record.run_record import RunRecord
-from xcloud.record.summary import SUMMARY_FILE, RunStatistics, write_summary
-from xcloud.security.audit import AUDIT_FILE, compact, join_audit
 from xcloud.show.smoothing import Smoothed, rate_in_words
-from xcloud.show.tables import markdown_of, print_report
-from xcloud.tracking.tracker import Recording
 
-TRACE_FILE = "timeline.json"
 NOTIFIED = {kind: f.notified for f in FIGURES if f.notified for kind in f.kinds}
 NOTICES = {kind: f.notice for f in FIGURES if f.notice is not None for kind in f.kinds}
 REDRAWS_PER_S = 10
 PRINT_S = 30.0
 _SENT = ("forward", "backward", AVERAGING)
-
-log = logging.getLogger(__name__)
 
 
 class ProgressLine:
@@ -221,139 +202,3 @@ def _describe_quality(event: Event) -> str:
     if event["split"] == "test" and event["step"] and event.get("samples_text"):
         text += "\n" + str(event["samples_text"]).rstrip("\n")
     return text
-
-
-def write_record(
-    job: Job, run_dir: Path, run: RunStatistics, recording: Recording, facts: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Write the record of a run, print its closing table and return the summary.
-
-    facts: status, cause and commit, lost_event_lines; is_raised: see Monitor.finish; has_step:
-        this attempt made one. Else, unless it has finished, its tables would be those of earlier
-        ones.
-    """
-    cause = facts["cause"]
-    labels = job.labels
-    known = {name: facts[name] for name in ("status", "cause", "commit")}
-    summary = run.summary(name=job.name, seed=job.seed, profile=job.profile, **known)
-    summary["compression"] = labels.compression
-    if labels.strategy:
-        summary["strategy"] = labels.strategy
-    summary |= {"link": job.cluster.describe(), "defences": labels.defences}
-    summary |= timelines.predicted_of(run_dir)
-    summary["lost_event_lines"] = facts["lost_event_lines"]
-    # Missing if every rank ended before its links had closed.
-    if any(run_dir.glob("rank*.wire.json")):  # else no rank got as far as writing one
-        with _may_lack(run_dir, what=AUDIT_FILE):
-            summary["wire"] = compact(join_audit(run_dir))
-    # What is measured after a run needs a model that has been trained.
-    if cause is None:
-        with _may_lack(run_dir, what="figures that are measured after a run"):
-            summary |= job.measured(run_dir)
-    # Written before anything is drawn: a picture that fails must leave the figures.
-    _write_summary(run_dir, summary)
-    # Features of this job that no list has, too.
-    more = [one for one in job.figures if one not in FIGURES]
-    record = run.record(summary, (*FIGURES, *more))
-    pictures = list[Path]()
-    num_lost = len(run.lost_files)
-    if run.num_steps:
-        # After the summary, which must not wait for what others' reports make us draw.
-        pictures = _draw(job, run_dir, run, record)
-    # Only what was lost while drawing; earlier losses stand in it already.
-    if lost := run.lost_files[num_lost:]:
-        record = record.changed(lost_files=[*summary.get("lost_files", ()), *lost])
-        _write_summary(run_dir, record.summary)
-    tracked = record
-    texts = [SUMMARY_FILE]
-    # A tracker may be open to others; the run folder is its owner's.
-    if cause is not None and not job.has_public_texts and may_quote_data(run_dir):
-        tracked = record.changed(cause=f"see {SUMMARY_FILE} in the run folder: it may quote data")
-        texts = []
-    files = (*texts, *files_of_samples(run_dir), AUDIT_FILE, *timelines.PLANNED_FILES)
-    for path in [*(run_dir / name for name in files), *pictures]:
-        if path.exists():
-            recording.artifact(path)
-    recording.finish(facts["status"], tracked, note_of(tracked, run_dir))
-    # In the order in which somebody would look for them.
-    places: dict[str, object] = {"run folder": run_dir}
-    if (run_dir / MODEL_DIR).is_dir():
-        places["model"] = run_dir / MODEL_DIR
-        if cause is None and (command := job.next_command(run_dir)) is not None:
-            places["next"] = command
-    shown = record
-    # Figures of earlier attempts would look like those of this one.
-    if cause is not None and not facts["has_step"]:
-        shown = shown.changed(num_steps=0, num_resumes=0, wall_s=None)
-    # Whoever called shows the exception, which says it once.
-    if facts["is_raised"]:
-        shown = shown.changed(cause=None)
-    if shown.summary["num_steps"]:  # else there is nothing to compare
-        places |= recording.places()
-    print_report(shown, places)
-    return dict(record.summary)
-
-
-def _write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
-    try:
-        write_summary(run_dir / SUMMARY_FILE, summary)
-    except OSError as error:
-        log.error("%s could not be written: %s", run_dir / SUMMARY_FILE, error)
-
-
-def note_of(record: RunRecord, run_dir: Path) -> str:
-    """Return what a tracker shows first of a run, as Markdown: why it ended early, its closing
-    table, its command, its code and where its record lies. MLflow folds all but a few lines."""
-    # A command of the user's may name a secret address.
-    words = [word for word in sys.argv[1:] if not word.lstrip("+").startswith("launch.on_event=")]
-    command = shlex.join([Path(sys.argv[0]).name or "python", *words])
-    if Path(sys.argv[0]).name == "run.py":
-        command = f"python {command}"
-    summary = record.summary
-    lines = [
-        markdown_of(record),
-        f"`{printable(command)}`",
-        f"commit {summary.get('commit')}, run folder `{run_dir.absolute()}`",
-    ]
-    # The reason first, as MLflow folds the note behind a few lines.
-    if summary.get("cause"):
-        lines.insert(0, f"{summary['status']}: {summary['cause']}")
-    return "\n\n".join(filter(None, lines))
-
-
-@contextlib.contextmanager
-def _may_lack(run_dir: Path, what: str, lost_files: list[str] | None = None) -> Iterator[None]:
-    try:
-        yield
-    # Whatever fails here, the run itself has ended as it did.
-    except Exception as error:
-        log.warning("%s is without its %s: %s", run_dir, what, error)
-        if lost_files is not None:
-            lost_files.append(what)
-
-
-def _draw(job: Job, run_dir: Path, run: RunStatistics, record: RunRecord) -> list[Path]:
-    facts = facts_of(job)
-    written = list[Path]()
-    with _may_lack(run_dir, what="pictures", lost_files=run.lost_files):
-        timeline = timelines.timeline_of(run.events("timeline"))
-        if timeline is not None:
-            timelines.write_trace(run_dir / TRACE_FILE, timeline, facts)
-            written.append(run_dir / TRACE_FILE)
-        # A record of figures alone does without matplotlib.
-        from xcloud.show.pictures import write_pictures  # matplotlib takes half a second
-
-        title = f"{job.name} seed {job.seed}, {facts['schedule']}, "
-        title += f"link: {facts['link']}, compression: {facts['compression']}"
-        predicted = timelines.read_predicted(run_dir)
-        written += write_pictures(
-            run_dir, run=record, timeline=timeline, title=title, predicted=predicted
-        )
-    return written
-
-
-def facts_of(job: Job) -> dict[str, str]:
-    labels = job.labels
-    facts = {"schedule": labels.schedule, "link": job.cluster.describe_link(),
-             "compression": labels.compression}  # fmt: skip
-    return {**facts, "strategy": labels.strategy} if labels.strategy else facts

@@ -9,17 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from xcloud.base.project import commit
+from xcloud.base.project import MODEL_DIR, commit
+from xcloud.feature_list import FIGURES
 from xcloud.job.config import EXPERIMENT_FILE, Settings
 from xcloud.record.events import EVENTS_FILE, LOST_LINES_FILE, MALFORMED, Event, EventReader
-from xcloud.record.files import SAMPLES_FILE, read_json
-from xcloud.record.summary import SUMMARY_FILE, read_summary
-from xcloud.show.display import NOTIFIED, ProgressLine, write_record
+from xcloud.record.files import SAMPLES_FILE, files_of_samples, may_quote_data, read_json
+from xcloud.record.summary import SUMMARY_FILE, read_summary, summary_kept
+from xcloud.record.timeline import PLANNED_FILES, TRACE_FILE, predicted_of, write_trace
+from xcloud.security.audit import AUDIT_FILE, compact, join_audit
+from xcloud.show.display import NOTIFIED, ProgressLine
 from xcloud.show.notices import Notices
-from xcloud.tracking.tracker import Recording, TrackedRun
+from xcloud.show.tables import print_report
+from xcloud.tracking.tracker import Recording, Status, TrackedRun, note_of
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +81,14 @@ class Monitor:
         self.experiment = experiment
         self.attempt = Attempt()
         self.num_malformed = 0
+        self.past: int | None = None  # events of earlier attempts; None: all that are there
+        self._reader = EventReader(run_dir / EVENTS_FILE)
+        about = {"run": experiment.run_name, "run_dir": str(run_dir.absolute())}
+        self._notices = Notices(command=experiment.launch.on_event, about=about)
+        self._has_told_of_divergence = False  # in this attempt
+        self._progress: ProgressLine | None = ProgressLine(
+            experiment.max_steps, next_merge=experiment.next_merge
+        )
         self._statistics = experiment.statistics()
         tags = {"profile": experiment.profile, "commit": commit(), "seed": str(experiment.seed)}
         if experiment.sweep is not None:
@@ -89,14 +102,9 @@ class Monitor:
             run_dir=run_dir,
             steps=experiment.statistics().collector,
             num_steps=experiment.max_steps,
+            files=[run_dir / EXPERIMENT_FILE],
         )
-        about = {"run": experiment.run_name, "run_dir": str(run_dir.absolute())}
-        self._notices = Notices(command=experiment.launch.on_event, about=about)
-        self._has_told_of_divergence = False  # in this attempt
-        self._reader = EventReader(run_dir / EVENTS_FILE)
-        self.past: int | None = None  # events of earlier attempts; None: all that are there
-        self._progress: ProgressLine | None = None
-        self._recording = Recording()  # until the start
+        self._recording: Recording = Recording()  # until the start
         self._keeps_earlier = False  # the record of an earlier attempt has not been touched yet
 
     def start(self, is_again: bool = False) -> None:
@@ -114,12 +122,9 @@ class Monitor:
         for number, event in enumerate(self._reader):
             is_past = self.past is None or number < self.past
             self.attempt.stops_count = is_again or not is_past
-            self._take(event)
+            self._take(event, is_shown=False)
             if not self.attempt.stops_count:  # it is of an earlier attempt
                 self.attempt.has_step = False
-        self._progress = ProgressLine(
-            self.experiment.max_steps, next_merge=self.experiment.next_merge
-        )
         self.attempt.stops_count = True
         if not is_again:  # how an earlier attempt ended is not the end of this one
             self.attempt.trains = False
@@ -133,7 +138,6 @@ class Monitor:
         self._keeps_earlier = False
         (self.run_dir / SUMMARY_FILE).unlink(missing_ok=True)
         self._recording = self.experiment.tracker.start(self.run)
-        self.keep(self.run_dir / EXPERIMENT_FILE)
 
     def keep(self, file: Path) -> None:
         """Give a file of the run's folder to the tracker's record, too."""
@@ -156,12 +160,12 @@ class Monitor:
         self.attempt.reports = False
         self._has_told_of_divergence = False
 
-    def _take(self, event: Event) -> None:
+    def _take(self, event: Event, is_shown: bool = True) -> None:
         try:
             self.attempt.take(event)
             totals = self._statistics.feed(event)
             # Past events are not shown once more.
-            if self._progress is not None:
+            if is_shown and self._progress is not None:
                 self._tell(event)
                 self._progress.show(self._with_more(event))
                 if totals is not None:
@@ -192,14 +196,6 @@ class Monitor:
         elif kind == "resume":
             self._has_told_of_divergence = False
             self._notices.send("resumed", step=event["step"])
-
-    def _tell_end(self, status: str, cause: str | None) -> None:
-        # A rank that diverged says so only in its error.
-        failures = [read_json(path) for path in self.run_dir.glob("rank*.error.json")]
-        if cause is not None and any(one.get("kind") == "TrainingDiverged" for one in failures):
-            self._notices.send("diverged", step=self._statistics.num_steps, cause=cause)
-        self._notices.send("ended", status=status, step=self._statistics.num_steps, cause=cause)
-        self._notices.close()
 
     def _with_more(self, event: Event) -> Event:
         """Return an event with what is shown of it, and never in it: a report may leave the cloud
@@ -236,23 +232,100 @@ class Monitor:
         if self._progress is not None:
             with contextlib.suppress(OSError):
                 self._progress.close()
-        if cause is None:
-            status = "finished"
-        else:
+        status: Status = "finished"
+        if cause is not None:
             status = "stopped" if is_stopped else "failed"
         # Nothing was trained, so what is there is still true.
         if self._keeps_earlier:
-            self._tell_end(status, cause)
-            return read_summary(self.run_dir)
-        facts = {"status": status, "cause": cause, "commit": self.run.tags["commit"],
-                 "lost_event_lines": self.lost_lines() + self.num_malformed,
-                 "has_step": self.attempt.has_step, "is_raised": is_raised}  # fmt: skip
-        summary = write_record(
-            self.experiment,
-            run_dir=self.run_dir,
-            run=self._statistics,
-            recording=self._recording,
-            facts=facts,
-        )
-        self._tell_end(status, cause)
+            summary = read_summary(self.run_dir)
+        else:
+            summary = self._write_record(status, cause, is_raised)
+        # A rank that diverged says so only in its error.
+        failures = [read_json(path) for path in self.run_dir.glob("rank*.error.json")]
+        ended = {"step": self._statistics.num_steps, "cause": cause}
+        if cause is not None and any(one.get("kind") == "TrainingDiverged" for one in failures):
+            self._notices.send("diverged", **ended)
+        self._notices.send("ended", status=status, **ended)
+        self._notices.close()
         return summary
+
+    def _write_record(self, status: Status, cause: str | None, is_raised: bool) -> dict[str, Any]:
+        """Make the record of the run once, and give it to the folder, pictures, tracker and table;
+        return its summary. What cannot be made of it costs one warning, never the rest."""
+        job = self.experiment
+        run_dir = self.run_dir
+        labels = job.labels
+        more: dict[str, Any] = {"compression": labels.compression}
+        if labels.strategy:
+            more["strategy"] = labels.strategy
+        more |= {"link": job.cluster.describe(), "defences": labels.defences}
+        more |= predicted_of(run_dir)
+        more["lost_event_lines"] = self.lost_lines() + self.num_malformed
+        # Missing if every rank ended before its links had closed.
+        if any(run_dir.glob("rank*.wire.json")):  # else no rank got as far as writing one
+            with _may_lack(run_dir, AUDIT_FILE):
+                more["wire"] = compact(join_audit(run_dir))
+        # What is measured after a run needs a model that has been trained.
+        if cause is None:
+            with _may_lack(run_dir, "figures that are measured after a run"):
+                more |= job.measured(run_dir)
+        summary = self._statistics.summary(
+            name=job.name, seed=job.seed, profile=job.profile, status=status, cause=cause,
+            commit=self.run.tags["commit"],
+        )  # fmt: skip
+        # Features of this job that no list has, too.
+        figures = [*FIGURES, *(one for one in job.figures if one not in FIGURES)]
+        summary |= more
+        record = self._statistics.record(summary, figures)
+        files = [run_dir / name for name in (AUDIT_FILE, *PLANNED_FILES)]
+        with summary_kept(run_dir, summary, "pictures"):
+            if self._statistics.num_steps:
+                drawn = job.drawn
+                if record.timeline is not None:
+                    files.append(run_dir / TRACE_FILE)
+                    write_trace(run_dir / TRACE_FILE, record.timeline, drawn)
+                from xcloud.show.pictures import write_pictures  # matplotlib takes half a second
+
+                title = f"{job.name} seed {job.seed}, {drawn['schedule']}, "
+                title += f"link: {drawn['link']}, compression: {drawn['compression']}"
+                files += write_pictures(run_dir, record, title)
+
+        tracked = record
+        # A tracker may be open to others; the run folder is its owner's.
+        if cause is not None and not job.has_public_texts and may_quote_data(run_dir):
+            why = f"see {SUMMARY_FILE} in the run folder: it may quote data"
+            tracked = record.changed(cause=why)
+        else:
+            files.insert(0, run_dir / SUMMARY_FILE)
+        recording: Recording = self._recording
+        for path in [*files, *(run_dir / name for name in files_of_samples(run_dir))]:
+            if path.exists():
+                recording.artifact(path)
+        recording.finish(status, tracked, note_of(tracked, run_dir))
+
+        # In the order in which somebody would look for them.
+        places: dict[str, object] = {"run folder": run_dir}
+        if (run_dir / MODEL_DIR).is_dir():
+            places["model"] = run_dir / MODEL_DIR
+            if cause is None and (command := job.next_command(run_dir)) is not None:
+                places["next"] = command
+        shown = record
+        # Whoever called shows the exception, which says it once.
+        if is_raised:
+            shown = shown.changed(cause=None)
+        if cause is not None and not self.attempt.has_step:
+            # Else, unless it has finished, its tables would be those of earlier attempts.
+            shown = shown.changed(num_steps=0, num_resumes=0, wall_s=None)
+        if shown.summary["num_steps"]:  # else there is nothing to compare
+            places |= recording.places()
+        print_report(shown, places)
+        return dict(record.summary)
+
+
+@contextlib.contextmanager
+def _may_lack(run_dir: Path, what: str) -> Iterator[None]:
+    try:
+        yield
+    # Whatever fails here, the run itself has ended as it did.
+    except Exception as error:
+        log.warning("%s is without its %s: %s", run_dir, what, error)

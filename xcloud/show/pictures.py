@@ -26,7 +26,7 @@ from xcloud.base.units import human_seconds
 from xcloud.record.events import OWN
 from xcloud.record.run_record import RunRecord
 from xcloud.record.summary import num_warmup_steps
-from xcloud.record.timeline import Flight, Lane, Timeline, rows_of
+from xcloud.record.timeline import Flight, Lane, Timeline, read_predicted
 from xcloud.show.canvas import (
     COLOURS,
     FAINT,
@@ -71,20 +71,14 @@ _SUBSCRIPT = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 _CHARACTER_IN = 0.075  # at 8 points, generously
 
 
-def write_pictures(
-    run_dir: Path,
-    run: RunRecord,
-    timeline: Timeline | None,
-    title: str,
-    predicted: Timeline | None = None,
-) -> list[Path]:
-    """Draw what there is to draw. Return the files. predicted: the timeline of the plan."""
+def write_pictures(run_dir: Path, run: RunRecord, title: str) -> list[Path]:
+    """Draw what there is to draw. Return the files."""
     # Each of them may have nothing to show.
     drawn: list[Path | None] = []
-    if timeline is not None:
-        drawn.append(
-            write_timeline(run_dir / TIMELINE_PICTURE, timeline, title, predicted=predicted)
-        )
+    if run.timeline is not None:
+        file = run_dir / TIMELINE_PICTURE
+        predicted = read_predicted(run_dir)
+        drawn.append(write_timeline(file, run.timeline, title, predicted))
     drawn.append(write_loss(run_dir / LOSS_PICTURE, run, title))
     drawn.append(write_step_time(run_dir / STEP_TIME_PICTURE, run, title))
     return [path for path in drawn if path is not None]
@@ -225,7 +219,7 @@ def write_timeline(
             if isinstance(content, Lane):
                 bars += _bars_of_rank(y, lane=content)
             else:
-                bars += _bars_of_link(y, flights=content)
+                bars += _bars_of_link(y, rows=content)
         _draw(
             axes,
             bars=bars,
@@ -261,7 +255,7 @@ def _headed(timeline: Timeline, is_predicted: bool) -> str:
     return f"{text}, bubble ratio {timeline.bubble_ratio:.2f}{more}"
 
 
-def _lanes(timeline: Timeline) -> Iterator[tuple[str, Lane | Sequence[Flight]]]:
+def _lanes(timeline: Timeline) -> Iterator[tuple[str, Lane | Sequence[Sequence[Flight]]]]:
     """Links between a pair of clouds come below the ranks of the upper one; links without a
     boundary come last."""
     clouds = timeline.clouds
@@ -274,12 +268,12 @@ def _lanes(timeline: Timeline) -> Iterator[tuple[str, Lane | Sequence[Flight]]]:
                 yield f"{cloud}  rank {lane.rank}" + "\n(small: stage)" * several, lane
         for other in clouds[position + 1 :]:
             for here, there in ((cloud, other), (other, cloud)):
-                flights = timeline.flights.get((here, there), ())
+                rows = timeline.rows.get((here, there), ())
                 # Lines that carry neither activations nor gradients come last.
-                if any(flight.kind in FLIGHTS for flight in flights):
-                    yield f"{here} → {there}", flights
-                elif flights:
-                    minor.append((f"{here} → {there}", flights))
+                if any(flight.kind in FLIGHTS for row in rows for flight in row):
+                    yield f"{here} → {there}", rows
+                elif rows:
+                    minor.append((f"{here} → {there}", rows))
     yield from minor
 
 
@@ -332,9 +326,8 @@ def _bars_of_rank(y: int, lane: Lane) -> Iterator[_Bar]:
         yield bar
 
 
-def _bars_of_link(y: int, flights: Sequence[Flight]) -> Iterator[_Bar]:
+def _bars_of_link(y: int, rows: Sequence[Sequence[Flight]]) -> Iterator[_Bar]:
     """Boxes on the line, with a thin tail until the message arrived."""
-    rows = rows_of(flights)
     # Messages that overlap share the lane's height.
     height = 0.6 / len(rows)
     for index, row in enumerate(rows):

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xcloud.base.terminal import is_terminal, printable
-from xcloud.base.units import human_bytes, human_duration, human_seconds
-from xcloud.record.events import MEMORY, OTHER_MEMORY
+from xcloud.base.units import human_duration
 from xcloud.record.run_record import RunRecord
 
 if TYPE_CHECKING:
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
 
 WIDTH_OF_A_FILE = 10_000  # characters: nothing is wrapped where output goes on to a program
 PAGE = Path(__file__).with_name("page.html")
-KINDS = {"compute_s": "computing", "codec_s": "compressing", "waiting_s": "waiting",
-         "sync_s": "averaging"}  # fmt: skip
 _GAP = 3  # between two columns
 _WRAPPED = 12  # characters that a column of long texts needs at least
 _WRAPPED_NAME = 16  # and the first one, which names the rows
@@ -149,7 +146,11 @@ def print_report(
     if summary.get("cause"):
         say(console, text=f"cause: {summary['cause']}", style="red")
     if summary["num_steps"]:
-        _print_figures(record, console)
+        remark = Column(heading="", right=False, wraps=True, dim=True)
+        columns = [Column(heading="", right=False, wraps=True), Column(""), remark]
+        print_table(console, columns, rows=record.rows, heads=False)
+        for title, headings, lines in record.tables:
+            print_table(console, headings, lines, title=title)
     margin = max(map(len, places), default=0)
     for label, place in places.items():
         say(console, text=f"{label:<{margin}}  {place}")
@@ -174,47 +175,6 @@ def no_formula(cell: Any) -> Any:
         return cell
     # Numbers may begin with a sign.
     return cell if _NUMBER.match(cell) else f"'{cell}"
-
-
-def markdown_of(record: RunRecord) -> str:
-    """Return the closing table of a run as Markdown; empty for a run without a step."""
-    if not record.summary["num_steps"]:
-        return ""
-    lines = ["| | | |", "|---|---:|---|"]
-    for row in record.rows:
-        # A line feed or a bar would break the table.
-        cells = (printable(cell).replace("|", "\\|").replace("\n", " ") for cell in row)
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _print_figures(record: RunRecord, console: Console) -> None:
-    summary = record.summary
-    remark = Column(heading="", right=False, wraps=True, dim=True)
-    columns = [Column(heading="", right=False, wraps=True), Column(""), remark]
-    print_table(console, columns, rows=record.rows, heads=False)
-    # A run that made no step has no times.
-    if summary["compute_s"]:
-        title = "time in a step, mean of the ranks of a cloud"
-        times = [
-            [cloud, *(human_seconds(summary.get(kind, {}).get(cloud)) for kind in KINDS)]
-            for cloud in summary["compute_s"]
-        ]
-        print_table(console, columns=["cloud", *KINDS.values()], rows=times, title=title)
-    if memory := summary.get("memory"):
-        title = "memory of the fullest rank"
-        kinds = (*MEMORY, OTHER_MEMORY)
-        shown = [kind for kind in kinds if any(kind in rank for rank in memory)]
-        in_use = sorted(memory, key=lambda rank: rank.get("gpu_peak", rank["peak"]))
-        fullest = {rank["cloud"]: rank for rank in in_use}.values()
-        by_rank = sorted(fullest, key=lambda rank: int(rank["rank"]))
-        cells = [
-            [kind.replace("_", " "), *(human_bytes(rank.get(kind)) for rank in by_rank)]
-            for kind in shown
-        ]
-        print_table(
-            console, columns=["", *(rank["cloud"] for rank in by_rank)], rows=cells, title=title
-        )
 
 
 # Pages.

@@ -50,6 +50,7 @@ from xcloud.base.terminal import say, signals_to_stop
 from xcloud.base.units import LESS_IS_BETTER
 from xcloud.base.wording import check_name
 from xcloud.record.events import Event, StepTotals
+from xcloud.record.run_record import RunRecord
 
 # where `python -m xcloud ui` serves by default
 UI_HOST = "127.0.0.1"
@@ -58,6 +59,7 @@ COSTS = ("step_time_s", "wan_bytes_per_step")  # beside a score
 START_TIMEOUT_S = 120.0  # about 6 s on two idle cores
 VIEW_TAG = "mlflow.sharedViewState."
 PROCESS_TAG = "xcloud_process"  # which process of which machine records a run
+STEPS_PER_ATTEMPT = 10**9  # of MLflow's steps; see final_step
 CLOCK_SET_S = 60.0  # by which the start of a process may seem to change while it runs
 LOAD = "system/cpu_utilization_percentage"
 KIND_TAG = "mlflow.experimentKind"  # without it MLflow shows an experiment as a chat application
@@ -109,6 +111,18 @@ def points_of(metrics: Mapping[str, float], at_s: float, step: int) -> list[Curv
         CurvePoint(key=key, value=value, at_ms=int(1000 * at_s), step=step)
         for key, value in metrics.items()
     ]
+
+
+def final_step(summary: Mapping[str, Any]) -> int:
+    """Return the step at which MLflow has the final values of an attempt. MLflow shows the value
+    of the highest step, and a resumed run may end earlier than it had come to before."""
+    attempt = int(summary.get("num_resumes") or 0)
+    return attempt * STEPS_PER_ATTEMPT + int(summary.get("num_steps") or 0)
+
+
+def final_values(record: RunRecord, at_s: float) -> list[CurvePoint]:
+    """Return the values of a run in a table of runs."""
+    return points_of(legal(record.metrics), at_s, final_step(record.summary))
 
 
 @dataclass

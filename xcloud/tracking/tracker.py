@@ -15,6 +15,7 @@ import logging
 import math
 import re
 import secrets
+import shlex
 import sys
 import threading
 import time
@@ -31,6 +32,7 @@ from pydantic import Field
 from xcloud.base.errors import ConfigError
 from xcloud.base.project import project_root
 from xcloud.base.settings import Address, WritePath, settings
+from xcloud.base.terminal import printable
 from xcloud.record.events import EVENTS_FILE, Event, EventReader, StepCollector, moment
 from xcloud.record.files import read_json, replace_text
 from xcloud.record.run_record import RunRecord
@@ -39,11 +41,13 @@ from xcloud.tracking.mlflow_store import (
     COSTS,
     LOAD,
     PROCESS_TAG,
+    STEPS_PER_ATTEMPT,
     CurvePoint,
     Store,
     Thinner,
     check_no_password,
-    legal,
+    final_step,
+    final_values,
     legal_name,
     points_of,
     prepare_environment,
@@ -66,7 +70,6 @@ REPLACED_FILE = "mlflow_run_replaced.json"  # which one it takes the place of, i
 TOKEN_TAG = "run_folder_token"  # which a run in MLflow and the file that names it have in common
 RESUMED_TAG = "resumed."  # before a parameter that another attempt has changed
 NOTE_TAG = "mlflow.note.content"  # shown above everything else, as Markdown
-STEPS_PER_ATTEMPT = 10**9  # of MLflow's steps; see final_step
 FINISH_ATTEMPTS = 3
 _STEP_CURVE = "train/step_s"  # has a value for every bucket's last step
 
@@ -80,6 +83,7 @@ class TrackedRun:
     params: the settings by dotted names.
     steps: a fresh collector of the run's job.
     num_steps: the number of planned steps.
+    files: the files that the record has from its beginning.
     """
 
     name: str
@@ -88,6 +92,7 @@ class TrackedRun:
     run_dir: Path
     steps: StepCollector
     num_steps: int
+    files: Sequence[Path] = ()
 
 
 class Recording:
@@ -189,6 +194,8 @@ class MlflowSender(threading.Thread, Recording):
         self._trouble = ""  # why the last attempt failed
         self._warned = self._complete = False
         self._waiting.append(("tags", partial(self._log, tags=run.tags)))
+        for file in run.files:
+            self.artifact(file)
 
     def artifact(self, path: Path) -> None:
         keep = self._store.keep
@@ -202,17 +209,12 @@ class MlflowSender(threading.Thread, Recording):
         if note:
             tags[NOTE_TAG] = note
         now_s = time.time()
-        step = final_step(summary)
-        values = points_of(legal(record.metrics), at_s=now_s, step=step)
         self._ending = [
             ("final tags", partial(self._log, tags={"status": status, **tags})),
-            (
-                "final values",
-                lambda: self._log([*values, *self._outdated(values, now_s=now_s, step=step)]),
-            ),
+            ("final values", partial(self._log_final, record, now_s)),
         ]
         if status == "finished":
-            self._ending.append(("the model", partial(self._log_model, summary, values)))
+            self._ending.append(("the model", partial(self._log_model, record, now_s)))
         self._ended = MLFLOW_STATUS[status], int(1000 * now_s)
         self._closing.set()
         self.join(self._tracker.finish_timeout_s)
@@ -330,14 +332,13 @@ class MlflowSender(threading.Thread, Recording):
                 self._client.delete_tag(self.run_id, tag)
         self._waiting.append(("changed settings", partial(self._log, tags=changed)))
 
-    def _outdated(self, values: Sequence[CurvePoint], now_s: float, step: int) -> list[CurvePoint]:
-        """Return "not a number" for the final values that only an earlier attempt has had."""
-        if step > STEPS_PER_ATTEMPT:
-            there = self._client.get_run(self.run_id).data.metrics
-        else:
-            there = {}
+    def _log_final(self, record: RunRecord, at_s: float) -> None:
+        """Log the final values, and "not a number" for those that only an earlier attempt had."""
+        values = final_values(record, at_s)
+        step = final_step(record.summary)
+        there = self._client.get_run(self.run_id).data.metrics if step > STEPS_PER_ATTEMPT else {}
         old = {key for key in there if "/" not in key} - {value.key for value in values}
-        return points_of(dict.fromkeys(sorted(old), math.nan), at_s=now_s, step=step)
+        self._log([*values, *points_of(dict.fromkeys(sorted(old), math.nan), at_s, step)])
 
     def _reopen(self, client: Any, run_id: str) -> bool:
         """Resume an earlier record, after its last step; False if the store has it no more."""
@@ -441,12 +442,13 @@ class MlflowSender(threading.Thread, Recording):
             tags = [InputTag("mlflow.data.context", split)]
             self._client.log_inputs(self.run_id, [DatasetInput(data, tags)])
 
-    def _log_model(self, summary: Mapping[str, Any], values: Sequence[CurvePoint]) -> None:
-        """The finished model with its scores, what a step took, and where its record lies.
-        values: the run's final ones, at their time, so that none is in the run twice."""
+    def _log_model(self, record: RunRecord, at_s: float) -> None:
+        """Log the finished model with its scores, what a step took, and where its record lies.
+        at_s: the time of the final values, so that none is in the run twice."""
         from mlflow.entities import LoggedModelOutput, Metric
 
         run = self._run
+        summary = record.summary
         scores = summary.get("quality", {})
         data = summary.get("data") or {}
         corpus = data.get("name", "")
@@ -459,14 +461,16 @@ class MlflowSender(threading.Thread, Recording):
         )  # fmt: skip
         test_set = (f"{corpus}, test"[:500], data.get("digest")) if data else (None, None)
         metrics = []
-        for value in values:
+        for value in final_values(record, at_s):
             # Only scores are of the test set.
             name, digest = test_set if value.key in scores else (None, None)
             if value.key in (*scores, *COSTS, "compression_ratio"):
                 metrics.append(Metric(*value, model.model_id, name, digest, self.run_id))
         self._client.log_batch(self.run_id, metrics=metrics)
         self._client.finalize_logged_model(model.model_id, "READY")
-        self._client.log_outputs(self.run_id, [LoggedModelOutput(model.model_id, values[0].step)])
+        self._client.log_outputs(
+            self.run_id, [LoggedModelOutput(model.model_id, final_step(summary))]
+        )
 
     def _warn(self, reason: str, is_final: bool = False) -> None:
         """Warn once, however many attempts fail. is_final: sending again will not help."""
@@ -508,11 +512,24 @@ def run_named_by(file: Path, store: Store, client: Any) -> dict[str, Any]:
     return tracked if tags.get(TOKEN_TAG) == tracked["token"] else {}
 
 
-def final_step(summary: Mapping[str, Any]) -> int:
-    """Return the step at which MLflow has the final values of an attempt. MLflow shows the value
-    of the highest step, and a resumed run may end earlier than it had come to before."""
-    attempt = int(summary.get("num_resumes") or 0)
-    return attempt * STEPS_PER_ATTEMPT + int(summary.get("num_steps") or 0)
+def note_of(record: RunRecord, run_dir: Path) -> str:
+    """Return what a tracker shows first of a run, as Markdown: why it ended early, its closing
+    table, its command, its code and where its record lies. MLflow folds all but a few lines."""
+    # A command of the user's may name a secret address.
+    words = [word for word in sys.argv[1:] if not word.lstrip("+").startswith("launch.on_event=")]
+    command = shlex.join([Path(sys.argv[0]).name or "python", *words])
+    if Path(sys.argv[0]).name == "run.py":
+        command = f"python {command}"
+    summary = record.summary
+    lines = [
+        record.markdown,
+        f"`{printable(command)}`",
+        f"commit {summary.get('commit')}, run folder `{run_dir.absolute()}`",
+    ]
+    # The reason first, as MLflow folds the note behind a few lines.
+    if summary.get("cause"):
+        lines.insert(0, f"{summary['status']}: {summary['cause']}")
+    return "\n\n".join(filter(None, lines))
 
 
 def add_figures(run_dir: Path, tracker: Tracker, figures: Mapping[str, float]) -> str:
