@@ -314,7 +314,7 @@ class TrialRun:
         """
         given = self.settings.plain
         names = list(self.candidates)
-        tables = {"none": {"_target_": "xcloud.comm.compression.Compression"}}
+        tables: dict[str, Any] = {"none": {"_target_": "xcloud.comm.compression.Compression"}}
         tables |= {names[0]: given["compression"]} | given["plan"]["compressors"]
         choices = {}
         for name, made in self.candidates.items():
