@@ -27,6 +27,7 @@ from tests.toy import toy_config
 from xcloud.base.errors import ConfigError
 from xcloud.features.one_way.layout import OneWayCloud, OneWayLayout
 from xcloud.job.config import Settings
+from xcloud.launch import join
 from xcloud.launch.join import Machine, main
 from xcloud.launch.several_machines import TorchrunProcess
 from xcloud.layout import Cloud, ClusterLayout, host_and_port
@@ -380,3 +381,28 @@ def test_sealed_lines_are_started_by_each_owner(tmp_path: Path, sealed: list[str
     file.write_text(OmegaConf.to_yaml(OmegaConf.create(toy_config("two_clouds"))))
     with pytest.raises(ConfigError, match=r"has another cluster\.wan than those that join"):
         main([str(file), "--cloud", "cloud_a", "--run-dir", str(tmp_path / "run")])
+
+
+def test_each_owner_is_told_which_end_of_a_line_dials_and_where() -> None:
+    clouds = {
+        "a": Cloud(num_ranks=3, address="h:7000"),
+        "b": Cloud(address="i:8000"),
+        "c": Cloud(),
+    }
+    layout: Any = SimpleNamespace(
+        wan="sealed", clouds=clouds, relay="r:9",
+        lines_of=lambda cloud: [other for other in clouds if other != cloud],
+        is_relayed=lambda here, there: {here, there} == {"b", "c"},
+        listener_of=lambda here, there: min(here, there),
+        address_of=lambda rank: ("h", 7000 + rank),
+    )  # fmt: skip
+
+    def said(cloud: str, *ranks: int) -> str:
+        return join._lines_in_words(layout, cloud, ranks)
+
+    all_ports = "ports 7000 to 7002 here"
+    assert said("a", 0, 1, 2) == f"cloud a: b dials {all_ports}; c dials {all_ports}"
+    assert said("a", 1) == "cloud a: b dials port 7001 here; c dials port 7001 here"
+    assert said("b", 3) == "cloud b: this cloud dials a at h:7000; it meets c at the relay r:9"
+    layout.wan = Mailbox("/shared/box")
+    assert said("b", 3) == "cloud b: the mailbox /shared/box"
