@@ -345,6 +345,7 @@ def test_the_discriminator_is_exported_as_transformers_loads_it(
         torch.testing.assert_close(encoder(ids_R, packing), hidden, atol=1e-5, rtol=1e-5)
     ids = prepared.encode(["El gato duerme."])[0]
     assert [prepared.token_ids.bos, *ids, prepared.token_ids.eos] == ids_R[: len(ids) + 2].tolist()
+    assert ids == reference.consumer.tokenizer.encode(["El gato duerme."])[0]
 
 
 def test_a_message_of_another_tokenizer_is_refused(cache_dir: Path) -> None:
