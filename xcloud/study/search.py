@@ -29,7 +29,7 @@ from xcloud.study.points import Overrides, read_points
 
 Objective = Literal["quality", "bytes", "step_time"]
 Values = Mapping[str, str]  # the text of each setting that is searched
-Key = tuple[str, ...]  # of a setting, by which it is known whether it was tried
+TriedKey = tuple[str, ...]  # of a setting, by which it is known whether it was tried
 MAX_ASKED = 20  # for a setting that has not been tried; then the space is taken for exhausted
 FAR = 6.0  # times the distance from the best to the middle; what is farther is told as so far
 MIN_LOGGED = 1e-9  # of what may be 0, such as bytes between clouds of a job in one cloud
@@ -240,9 +240,9 @@ class Search:
     def _seeds(self) -> range:
         return range(self.space.first_seed, self.space.first_seed + self.settings.seeds)
 
-    def _tried_before(self, folder: Path) -> dict[Key, Tried]:
+    def _tried_before(self, folder: Path) -> dict[TriedKey, Tried]:
         """Return what earlier commands have found."""
-        found: dict[Key, tuple[dict[str, Any], list[list[float]]]] = {}
+        found: dict[TriedKey, tuple[dict[str, Any], list[list[float]]]] = {}
         words = {f"seed={seed}" for seed in self._seeds()}
         for name, entry in read_points(folder).items():
             params = self.space.read(entry["overrides"])
@@ -260,7 +260,7 @@ class Search:
             if len(results) >= self.settings.seeds
         }
 
-    def _ask(self, tried: Mapping[Key, Tried], count: int) -> list[dict[str, Any]]:
+    def _ask(self, tried: Mapping[TriedKey, Tried], count: int) -> list[dict[str, Any]]:
         """Return up to so many settings that were not tried."""
         optuna = imported()
         settings = _all_of(self.space.varied)
@@ -269,7 +269,7 @@ class Search:
         if settings and len(left) <= count:
             return left
         study = self._study(tried)
-        found: dict[Key, dict[str, Any]] = {}
+        found: dict[TriedKey, dict[str, Any]] = {}
         for number in range(MAX_ASKED):
             if number > count and left:  # the sampler insists: take others that are left
                 study.enqueue_trial(next(p for p in left if _key(p) not in found))
@@ -282,7 +282,7 @@ class Search:
                 break
         return [*found.values()]
 
-    def _study(self, tried: Mapping[Key, Tried]) -> Any:
+    def _study(self, tried: Mapping[TriedKey, Tried]) -> Any:
         """Return a study that knows the settings tried so far: these and the sampler's seed decide
         what it asks. Its model is a Gaussian process, which learns from few runs: with
         tree-structured Parzen estimators half of the searches of 12 runs ended behind a grid."""
@@ -454,7 +454,7 @@ def _all_of(varied: Mapping[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def _key(values: Mapping[str, Any]) -> Key:
+def _key(values: Mapping[str, Any]) -> TriedKey:
     return tuple(str(values[key]) for key in sorted(values))
 
 
