@@ -419,7 +419,7 @@ def test_what_the_harness_cannot_do_or_write_is_an_error_and_leaves_the_summary(
     before = (harness.run / "summary.json").read_text()
     words = [str(harness.run), "--tasks", "solo"]
     for error, kind, said in (
-        (ValueError("unsafe"), DataError, "cannot run these tasks: ValueError: unsafe"),
+        (ValueError("unsafe"), DataError, "cannot run these tasks: ValueError: 'unsafe'"),
         (KeyError("x"), DataError, "cannot run these tasks: KeyError"),
         (TypeError("x"), DataError, "cannot run these tasks: TypeError"),
         (ConfigError("as it is"), ConfigError, "^as it is$"),

@@ -10,6 +10,7 @@ import pytest
 
 from tests.toy import toy_config
 from xcloud.job import config as configs
+from xcloud.job.job import Launch
 from xcloud.launch.join import AGAIN, BEGIN_AGAIN, CloudRanks, Machine
 from xcloud.launch.local import stopped_in_words
 from xcloud.launch.own_progress import OwnProgress, what_left
@@ -130,7 +131,7 @@ def who_stopped(clouds: str, rank: int, is_asked: bool, asked: int | None = None
     """
     layout = ClusterLayout({f"cloud_{name}": Cloud() for name in clouds}, "sealed")
     ranks = CloudRanks(
-        SimpleNamespace(cluster=layout),  # type: ignore[arg-type]
+        SimpleNamespace(cluster=layout, launch=Launch()),  # type: ignore[arg-type]
         Path("run"),
         file=Path("file"),
         cloud=layout.cloud_of(rank),

@@ -338,15 +338,12 @@ def test_lines_stand_below_the_upper_of_their_clouds_and_those_of_control_messag
 
     box = [SimpleNamespace(stage=stage, direction="forward") for stage in (0, 1)]
     lanes = [SimpleNamespace(cloud=c, rank=r, boxes=box[: 2 - r]) for r, c in enumerate("abc")]
-    shown: Any = SimpleNamespace(
-        clouds=[*"abc"],
-        lanes=lanes,
-        flights={
-            ("a", "b"): flights("norm", "activation"), ("b", "a"): flights("norm"),
-            ("a", "c"): flights("norm", "report"), ("c", "b"): flights("averaging"),
-            ("b", "c"): (),
-        },
-    )  # fmt: skip
+    rows: dict[tuple[str, str], list[Any]] = {
+        ("a", "b"): [flights("norm", "activation")], ("b", "a"): [flights("norm")],
+        ("a", "c"): [flights("norm"), flights("report")], ("c", "b"): [flights("averaging")],
+        ("b", "c"): [],
+    }  # fmt: skip
+    shown: Any = SimpleNamespace(clouds=[*"abc"], lanes=lanes, rows=rows)
     assert [name for name, _ in pictures._lanes(shown)] == [
         "a  rank 0\n(small: stage)", "a → b", "b  rank 1", "c → b", "c  rank 2", "b → a", "a → c",
     ]  # fmt: skip

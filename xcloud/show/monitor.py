@@ -94,7 +94,6 @@ class Monitor:
         if experiment.sweep is not None:
             tags["sweep"] = experiment.sweep
         # A collector of its own, since the tracker may fall behind while its store is down.
-        # A collector of its own: it may fall behind while its store is down.
         self.run = TrackedRun(
             name=experiment.run_name,
             params=settings.flat,
