@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
 import signal
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Timer
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +26,7 @@ from tests.owners import Owners, address
 from tests.runs import ROOT, wait_for
 from tests.sweep_runs import points, write_run
 from xcloud.base.errors import ConfigError, RunFailed
-from xcloud.study import cluster
+from xcloud.study import cluster, point_process
 from xcloud.study.cluster import (
     JOB_FILE,
     Jobs,
@@ -151,6 +153,29 @@ def one_point() -> Point:
     return found[0]
 
 
+def test_a_job_that_is_warned_while_it_waits_saves_its_point_and_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """submitit calls checkpoint in a signal's handler, in the thread that waits in __call__."""
+    kept = SimpleNamespace(DelayedSubmission=lambda job: ("again", job.run_dir, job.threads))
+    monkeypatch.setitem(sys.modules, "submitit", SimpleNamespace(helpers=kept))
+    monkeypatch.setitem(sys.modules, "submitit.helpers", kept)
+    monkeypatch.setattr(
+        point_process, "start_point", lambda *given, **named: subprocess.Popen(["sleep", "60"])
+    )
+    job = PointJob(str(tmp_path), threads="1")
+    found: list[Any] = []
+    before = signal.signal(signal.SIGUSR2, lambda *given: found.append(job.checkpoint()))
+    warning = Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR2))
+    try:
+        warning.start()
+        assert job() == -signal.SIGTERM
+    finally:
+        warning.cancel()
+        signal.signal(signal.SIGUSR2, before)
+    assert found == [("again", str(tmp_path), "1")]
+
+
 def test_a_job_that_stopped_is_submitted_again_and_one_that_failed_is_not(tmp_path: Path) -> None:
     point = one_point()
     jobs = JobsThatEnd(["stopped", "stopped", "finished"], point)
@@ -261,9 +286,7 @@ def test_a_job_that_is_requeued_goes_on_and_ctrl_c_leaves_jobs_alone(
     job = json.loads((run_dir / JOB_FILE).read_text())["id"]
     assert "RUNNING" in slurm.asked(["squeue", "-h", "-j", job, "-o", "%T"], environment)
 
-    slurm.asked(
-        ["scancel", "--signal=USR2", "--batch", "--full", job], environment
-    )  # as at its end
+    slurm.asked(["scancel", "--signal=USR2", job], environment)  # the steps, as near its end
     assert sweep(folder, environment, *words).wait(280) == 0
     assert finished(folder) == 1
     events = (run_dir / "events.jsonl").read_text()

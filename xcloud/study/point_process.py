@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -49,5 +50,8 @@ class PointJob:
 
         if self._process is not None:
             self._process.terminate()
-            self._process.wait()
+            # Popen.wait would wait for ever: this runs in a signal's handler, while the same
+            # thread is in __call__'s wait and has its lock. WNOWAIT leaves the exit code to it.
+            with suppress(ChildProcessError):
+                os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
         return DelayedSubmission(PointJob(self.run_dir, self.threads))
