@@ -125,7 +125,8 @@ def test_every_form_is_read_from_a_server_of_the_hub_and_its_commit_is_said(
     done = subprocess.run(
         [sys.executable, "-c", SHARED], input=json.dumps([sets, asked]), text=True,
         capture_output=True, cwd=Path(__file__).parents[2], timeout=200, check=False,
-        env={**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
+        env={**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+             "HF_HUB_OFFLINE": "0"},  # an earlier test may have found no hub
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
