@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.runs import wait_for
 from xcloud.net.peer import Peer
 from xcloud.record import reporter as reporters
 from xcloud.record.reporter import EventFile, RankState, Reporter
@@ -98,8 +99,10 @@ def test_a_line_that_an_earlier_attempt_tore_is_ended_first(tmp_path: Path) -> N
 def test_the_state_of_a_rank_says_what_it_does_whom_it_hears_and_waits_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(reporters, "WRITE_EVERY_S", 0.02)
+    monkeypatch.setattr(reporters, "WRITE_EVERY_S", 0.5)
     state = RankState(tmp_path, 2, torchrun=True, says=True)
+    wait_for(lambda: [*tmp_path.rglob("*2*.json")] != [], 20)
+    (file,) = tmp_path.rglob("*2*.json")
     try:
         heard: list[tuple[str, Any]] = []
         state.listener = lambda event, fields: heard.append((event, fields))
@@ -113,8 +116,9 @@ def test_the_state_of_a_rank_says_what_it_does_whom_it_hears_and_waits_for(
         reporter.event("step", step=7)
         reporter.event("fed")
         with never.awaiting("activation"):
-            state._write()
-            facts = json.loads(next(tmp_path.rglob("*2*.json")).read_text())
+            # The rank's own thread writes the file, whole each time.
+            wait_for(lambda: '"activation"' in file.read_text(), 20)
+            facts = json.loads(file.read_text())
         assert [event for event, _ in heard] == ["phase", "step", "fed"]
         assert (facts["rank"], facts["torchrun"], facts["ended"]) == (2, True, False)
         assert (facts["phase"], facts["step"], facts["may_leave"]) == ("training", 7, True)
@@ -126,7 +130,7 @@ def test_the_state_of_a_rank_says_what_it_does_whom_it_hears_and_waits_for(
         assert facts["step_at"] >= facts["phase_since"]
     finally:
         state.close("finished")
-    facts = json.loads(next(tmp_path.rglob("*2*.json")).read_text())
+    facts = json.loads(file.read_text())
     assert (facts["phase"], facts["ended"]) == ("finished", True)
     said = capsys.readouterr().out.splitlines()
     assert said == [f"rank 2: {p}" for p in ("joining the others", "training", "finished")]
