@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.search_against_grid import area
 from tests.sweep_runs import compose
 from xcloud.base.errors import ConfigError
 from xcloud.record.summary import main_score, write_summary
@@ -159,17 +160,6 @@ def test_a_setting_that_breaks_a_bound_by_its_plan_is_refused_before_it_runs(
     assert "refused before it runs: model.rank=8: planned step 3 s" in capsys.readouterr().out
 
 
-def hypervolume(found: Sequence[tuple[float, float]], at: tuple[float, float]) -> float:
-    """The area that points dominate below a corner; less is better in both."""
-    area = 0.0
-    lowest = at[1]
-    for cost, loss in sorted(found):
-        if cost < at[0] and loss < lowest:
-            area += (at[0] - cost) * (lowest - loss)
-            lowest = loss
-    return area
-
-
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_at_equal_runs_a_search_finds_a_front_as_good_as_the_grids(
     tmp_path: Path, seed: int
@@ -187,7 +177,7 @@ def test_at_equal_runs_a_search_finds_a_front_as_good_as_the_grids(
     mine = [values(float(point["model.rank"]), float(point["rate"])) for point in asked]
     grid = [values(float(r), rate) for r in ranks for rate in (1e-5, 10**-3.67, 10**-2.33, 1e-1)]
     corner = (140.0, 0.0)
-    assert hypervolume(mine, corner) >= hypervolume(grid, corner)
+    assert area(mine, corner) >= area(grid, corner)
 
 
 def test_a_point_of_another_search_is_not_told(tmp_path: Path) -> None:
