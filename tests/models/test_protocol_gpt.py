@@ -145,19 +145,19 @@ def test_a_new_network_guesses_all_words_alike_and_starts_alike_in_any_layout(
     assert not torch.equal(again.model.embed_tokens.weight, found[0]["model.embed_tokens.weight"])
 
 
-def test_weights_are_drawn_by_the_width_before_them_and_those_of_the_head_are_zero(
+def test_weights_are_drawn_by_the_width_before_them_and_last_products_start_with_zeros(
     tmp_path: Path,
 ) -> None:
     [stage] = build(small(), 1, where(tmp_path, max_length=16))
     model = stage.network.model
     assert float(model.embed_tokens.weight.detach().std()) == pytest.approx(0.0056, rel=0.1)
     layer = model.layers[0]
-    inner = (layer.self_attn.q_proj, layer.self_attn.o_proj, layer.mlp.up_proj)
-    for linear in (*inner, layer.mlp.down_proj):
+    for linear in (layer.self_attn.q_proj, layer.mlp.up_proj):
         expected = (0.33 / linear.in_features) ** 0.5
         assert float(linear.weight.detach().std()) == pytest.approx(expected, rel=0.15)
         assert not linear.bias.any()
-    assert not stage.network.lm_head.weight.any()
+    for last in (layer.self_attn.o_proj, layer.mlp.down_proj, stage.network.lm_head):
+        assert not last.weight.any() and not last.bias.any()
 
 
 @pytest.mark.parametrize(

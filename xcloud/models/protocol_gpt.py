@@ -73,6 +73,11 @@ def rotated(rows_BSNF: Tensor, places_BS: Tensor) -> Tensor:
     return turned.type_as(rows_BSNF)
 
 
+class ZeroStartLinear(nn.Linear):
+    """A linear layer whose weights start as zeros: the last of each branch and the head, so a new
+    network hands rows on as they are and guesses all tokens alike."""
+
+
 class Attention(nn.Module):
     def __init__(self, config: ProtocolGptConfig, number: int) -> None:
         super().__init__()
@@ -84,7 +89,7 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(width, width)
         self.k_proj = nn.Linear(width, width)
         self.v_proj = nn.Linear(width, width)
-        self.o_proj = nn.Linear(width, width)
+        self.o_proj = ZeroStartLinear(width, width)
 
     def forward(
         self, rows_BSH: Tensor, position_ids: Tensor, past_key_values: Any, **asked: Any
@@ -109,7 +114,7 @@ class FeedForward(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.up_proj = nn.Linear(width, 4 * width)
-        self.down_proj = nn.Linear(4 * width, width)
+        self.down_proj = ZeroStartLinear(4 * width, width)
 
     def forward(self, rows_BSH: Tensor) -> Tensor:
         return cast(Tensor, self.down_proj(self.up_proj(rows_BSH).relu().square()))
@@ -137,23 +142,17 @@ class _OfProtocolGpt(PreTrainedModel):  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Draw a module's weights. Those of the head are zero, so a new network guesses all tokens
-        alike; the last product of a branch is drawn as all others are, in every row of the board.
-        """
         if isinstance(module, nn.Embedding):
             module.weight.normal_(std=EMBEDDING_STD)
         elif isinstance(module, nn.RMSNorm):
             module.weight.fill_(1.0)
         elif isinstance(module, nn.Linear):
-            module.weight.normal_(std=(0.33 / module.in_features) ** 0.5)
+            if isinstance(module, ZeroStartLinear):
+                module.weight.zero_()
+            else:
+                module.weight.normal_(std=(0.33 / module.in_features) ** 0.5)
             assert module.bias is not None
             module.bias.zero_()
-        if isinstance(module, ProtocolGptHead):
-            module.weight.zero_()
-
-
-class ProtocolGptHead(nn.Linear):
-    """The head, whose logits CausalStage computes."""
 
 
 class ProtocolGptModel(_OfProtocolGpt):  # type: ignore[no-untyped-call]
@@ -190,7 +189,7 @@ class ProtocolGptForCausalLM(_OfProtocolGpt):  # type: ignore[no-untyped-call]
     def __init__(self, config: ProtocolGptConfig) -> None:
         super().__init__(config)
         self.model = ProtocolGptModel(config)
-        self.lm_head = ProtocolGptHead(config.hidden_size, config.vocab_size)
+        self.lm_head = ZeroStartLinear(config.hidden_size, config.vocab_size)
         self.post_init()  # type: ignore[no-untyped-call]
 
 
