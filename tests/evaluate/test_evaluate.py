@@ -306,3 +306,6 @@ def test_what_cannot_be_run_is_named(finished: Path, tmp_path: Path) -> None:
     refused(DataError, "broken.yaml cannot be loaded: TemplateSyntaxError", broken)
     unsafe = write_task(tmp_path, "unsafe", CHOICE | {"unsafe_code": True})
     refused(DataError, "cannot run these tasks: ValueError.*marked as unsafe", unsafe)
+    letters = [row | {"answer": "ab"[row["answer"]]} for row in ROWS]
+    named = write_task(tmp_path, "named", CHOICE, rows=letters)
+    refused(DataError, "not among its choices; .* must be the answer's place", named)

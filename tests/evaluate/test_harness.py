@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -289,7 +290,7 @@ def harness(
     (run / "model").mkdir(parents=True)
     (run / EXPERIMENT_FILE).write_text("")
     (run / "summary.json").write_text('{"evaluation": {"old": {"metrics": {}}}}')
-    seen = SimpleNamespace(run=run, asked={}, error=None, writes=True, uncompressed=None)
+    seen = SimpleNamespace(run=run, asked={}, error=None, writes=True, warning="")
     a, b, solo = (SimpleNamespace(task_name=name) for name in ("a", "b", "solo"))
     outer = SimpleNamespace(name="g", get_all_tasks=lambda: [a, b])
     inner = SimpleNamespace(name="h", get_all_tasks=lambda: [b])
@@ -325,6 +326,7 @@ def harness(
     def simple_evaluate(model: Any, **given: Any) -> Any:
         seen.asked = given
         seen.model = model
+        logging.getLogger("lm_eval.api.task").warning(seen.warning)
         if seen.error:
             raise seen.error
         model.not_whole["num_cut"] = {"toy": {4, 7}, "other": {1}}
@@ -418,6 +420,10 @@ def test_what_the_harness_cannot_do_or_write_is_an_error_and_leaves_the_summary(
 ) -> None:
     before = (harness.run / "summary.json").read_text()
     words = [str(harness.run), "--tasks", "solo"]
+    harness.warning = "Label index was not in within range of available choices,Sample: {}"
+    with pytest.raises(DataError, match="not among its choices; in the task's file doc_to_target"):
+        command.evaluate(words)
+    harness.warning = ""
     for error, kind, said in (
         (ValueError("unsafe"), DataError, "cannot run these tasks: ValueError: 'unsafe'"),
         (KeyError("x"), DataError, "cannot run these tasks: KeyError"),

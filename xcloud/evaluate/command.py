@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -235,12 +236,24 @@ def _results(
 
     from xcloud.evaluate.harness import HarnessModel
 
+    def refuse_unknown_labels(record: logging.LogRecord) -> bool:
+        # lm-eval counts such a sample as wrong and only warns: every score would be 0.
+        if (text := record.getMessage()).startswith("Label index"):
+            raise DataError(
+                f"lm-eval finds the expected answer of a sample not among its choices; in the "
+                f"task's file doc_to_target must be the answer's place, from 0, or one of "
+                f"doc_to_choice. It said: {quoted(text)}"
+            )
+        return True
+
     run = generator.folder.parent
     files = run / RESULTS_DIR
     tracker = EvaluationTracker(output_path=str(files / "results.json"))
     # The harness names its files by the time; new ones show that it has written.
     before = set(files.glob("*"))
     model = HarnessModel(generator=generator, chats=chats, cached=cached)
+    log = logging.getLogger("lm_eval.api.task")
+    log.addFilter(refuse_unknown_labels)
     try:
         results: dict[str, Any] = simple_evaluate(
             model=model,
@@ -259,6 +272,8 @@ def _results(
     except (ValueError, LookupError, TypeError) as error:  # what a task's file can cause
         why = f"{type(error).__name__}: {quoted(str(error))}"
         raise DataError(f"lm-eval cannot run these tasks: {why}") from error
+    finally:
+        log.removeFilter(refuse_unknown_labels)
     tracker.save_results_aggregated(results=results)
     if set(files.glob("*")) == before:  # the harness only warns
         raise DataError(f"lm-eval could not write its results into {files}")
