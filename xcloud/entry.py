@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -153,10 +153,15 @@ def run_composed(config: DictConfig) -> float | None:
         summary = run(Settings.of(config), run_dir, resumes=check_can_go_on, more_follows=True)
         return main_score(summary)
     with exit_codes():
-        chosen = with_plan(Settings.of(config), run_dir)
-        # None: the plans were to be shown and nothing is run.
-        if chosen is not None:  # else it was only to be shown
-            carry_out(chosen, run_dir)
+        try:
+            chosen = with_plan(Settings.of(config), run_dir)
+            # None: the plans were to be shown and nothing is run.
+            if chosen is not None:
+                carry_out(chosen, run_dir)
+        finally:
+            # Hydra has made the folder. Where the job was refused, nothing stands in it.
+            with suppress(OSError):
+                run_dir.rmdir()
     return None
 
 

@@ -99,13 +99,15 @@ def test_translating_with_an_unfinished_run_is_refused_in_words(tmp_path: Path) 
 
 
 def test_a_wrong_setting_is_one_line_and_exit_code_1(tmp_path: Path) -> None:
-    done = command(tmp_path, "run.py", "+exp=abnet_iwslt", "schedule.num_micro_batches=lots")
+    where = f"hydra.run.dir={tmp_path}/run"
+    wrong = "schedule.num_micro_batches=lots"
+    done = command(tmp_path, "run.py", "+exp=abnet_iwslt", wrong, where)
 
     assert done.returncode == 1
     assert done.stderr.strip() == (
         "xcloud: schedule.num_micro_batches must be a whole number >= 1, got 'lots'"
     )
-    assert not any(tmp_path.rglob("experiment.yaml")), "nothing has begun"
+    assert not (tmp_path / "run").exists(), "nothing has begun"
 
 
 def test_the_shell_is_told_how_to_complete_settings(tmp_path: Path) -> None:

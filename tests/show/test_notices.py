@@ -35,6 +35,12 @@ DEPARTURE = {
 }  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the command a minute: beside other load Python alone has taken ten seconds to start."""
+    monkeypatch.setattr(notices, "LIMIT_S", 60.0)
+
+
 def command(*words: object) -> str:
     return shlex.join([sys.executable, "-c", *map(str, words)])
 
