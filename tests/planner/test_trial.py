@@ -123,6 +123,16 @@ def test_a_trial_goes_through_sizes_zero_bubble_and_compressors(tmp_path: Path) 
     assert job.max_steps == 3 * len(trial.legs) + 1, "the first turn warms up"
 
 
+def test_a_trial_of_one_size_adds_others_that_one_pass_has_samples_for(tmp_path: Path) -> None:
+    """Of 8 samples a step in two passes each pass has 4, so no pass is cut in eight."""
+    for passes, sizes in ((1, [4, 2, 8]), (2, [4, 2])):
+        more = ["schedule=gpipe", "plan.micro_batches=[4]", f"training.accumulate_steps={passes}"]
+        config = toy(tmp_path, *more, few=True)
+        trial = trial_of(config)
+        own = [shape.num_micro_batches for shape in trial.shapes if isinstance(shape, GPipe)]
+        assert (passes, own) == (passes, sizes)
+
+
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_a_trial_is_the_job_without_lines_merges_and_first_phases(tmp_path: Path) -> None:

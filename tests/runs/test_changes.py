@@ -421,6 +421,26 @@ def test_one_setting_of_a_compression_is_named_by_itself() -> None:
     assert found.said == ["compression.backward.bits 8 -> 4", f"{other} 1 -> 2"]
 
 
+@pytest.mark.parametrize(
+    ("key", "column", "why"),
+    [
+        ("cluster.rendezvous", "pipeline", None),  # it only says who computes what
+        ("cluster.rendezvous", "one-way", "its ranks cannot change places"),
+        ("of_another_release", "pipeline", "that would be another run"),
+        ("of_another_release", "one-way", "that would be another run"),
+    ],
+)
+def test_a_setting_that_no_row_names_goes_on_only_where_it_changes_no_number(
+    key: str, column: str, why: str | None
+) -> None:
+    both = ModelPlacement(column, ALONE if column == "pipeline" else ())
+    found = changes({key: "1"}, {key: "2"}, both, both)
+    expected = [] if why is None else [
+        f"{key} is 2: {why}; set {key} back to 1, or start a new run"
+    ]  # fmt: skip
+    assert found.refused == expected and found.lost == [] and not found.needs_merge
+
+
 def test_a_class_that_has_moved_or_a_key_that_is_no_more_is_no_change() -> None:
     """A checkpoint of an earlier release has the earlier name."""
     assert MOVED
