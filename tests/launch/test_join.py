@@ -36,6 +36,7 @@ from xcloud.line.keys import make_key
 from xcloud.line.mailbox import Mailbox
 from xcloud.record.events import EventReader
 from xcloud.record.files import CheckpointSteps, state_file
+from xcloud.record.summary import read_summary
 from xcloud.record.timeline import timeline_of
 from xcloud.show.status import describe
 
@@ -173,6 +174,8 @@ def test_two_owners_train_as_one_process_does_and_only_lines_join_them(tmp_path:
     assert all(misfit in owners.said(cloud) for cloud in owners.clouds)
     found = timeline_of(EventReader(owners.run_dir("cloud_a") / "events.jsonl"))
     assert found is not None and found.clocks.startswith("clocks of 2 machines joined by messages")
+    (line,) = read_summary(owners.run_dir("cloud_a"))["lines"]
+    assert line["to"] == "cloud_b" and line["num_outages"] == 0
 
 
 @pytest.mark.slow

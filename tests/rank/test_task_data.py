@@ -19,6 +19,7 @@ from xcloud.rank.task_data import (
     context_of,
     cuts_in_words,
     gather_predictions,
+    report_cuts,
     scored_pieces,
     token_pads,
 )
@@ -36,6 +37,17 @@ def test_what_did_not_fit_is_a_line_a_split_by_the_setting_that_cut_it() -> None
         "dev: 1 of 9 chats left out (task.b)",
     ]
     assert cuts_in_words({}) == []
+    for may_tell in (True, False):  # another owner's texts are told of in its own log alone
+        said: list[str] = []
+        events: list[Any] = []
+        reporter: Any = SimpleNamespace(
+            may_tell_of_texts=may_tell,
+            remark=said.append,
+            event=lambda name, **fields: events.append((name, *fields.values())),  # noqa: B023
+        )
+        report_cuts(reporter, num_cut={"texts": {"train": Cut(3, 12, "task.b")}})
+        assert said == ["train: 3 of 12 texts (task.b)"]
+        assert events == ([("cut", "texts", "train", 3, 12)] if may_tell else [])
 
 
 def test_as_many_samples_are_scored_as_there_are_or_as_the_settings_say() -> None:
