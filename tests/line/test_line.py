@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import random
 import socket
 import ssl
@@ -595,6 +596,22 @@ def test_a_stranger_is_refused_in_words_on_both_sides(door: Door) -> None:
     said = dial(dialler(door.listener.port, me="cloud_c"))
     assert "cloud_a: it does not accept the certificate of this cloud" in said
     door.said("certificate is not accepted here")
+
+
+def test_a_listener_whose_system_has_no_room_says_so_and_answers_who_comes_later(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accept, calls = socket.socket.accept, list[int]()
+
+    def full(listening: socket.socket) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(listening)
+
+    monkeypatch.setattr(socket.socket, "accept", full)
+    assert "does not accept" in dial(dialler(door.listener.port, me="cloud_c"))
+    assert door.refused[0] == "the system refuses connections: Too many open files"
 
 
 def test_who_greets_a_rank_while_it_ends_finds_the_connection_closed() -> None:

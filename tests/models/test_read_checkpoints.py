@@ -18,6 +18,7 @@ from tests.nightly import each_once
 from xcloud.base.errors import ConfigError, DataError, XcloudError
 from xcloud.models.causal import CausalLM
 from xcloud.models.causal_network import Lora, check_checkpoint, read_config
+from xcloud.pretrained import generation_config
 
 Weights = dict[str, Tensor]
 WEIGHTS = "model.safetensors"
@@ -107,6 +108,22 @@ def test_what_changes_nothing_is_named_once(tmp_path: Path) -> None:
     assert [line for line in said if "not read" in line] == [
         f"{tmp_path}: not read are v_head.weight"
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [(None, {}), ('{"top_k": 5}', {"top_k": 5}), ("[5]", "holds no settings"), ("{", "JSON")],
+)
+def test_how_a_checkpoint_writes_on_is_read_or_named(
+    text: str | None, found: Any, tmp_path: Path
+) -> None:
+    if text is not None:
+        (tmp_path / "generation_config.json").write_text(text)
+    if isinstance(found, str):
+        with pytest.raises(DataError, match=found):
+            generation_config(str(tmp_path))
+    else:
+        assert generation_config(str(tmp_path)) == found
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])

@@ -3,6 +3,8 @@
 import socket
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from tests.pipelines import in_threads
 from tests.runs import free_port
 from xcloud.base.errors import ConfigError, LinkTimeout
+from xcloud.job.job import Roster
 from xcloud.net.frame import Kind, MessageKey
 from xcloud.net.gloo_groups import of_this_attempt
 from xcloud.net.gloo_link import GlooTransport
@@ -20,6 +23,7 @@ from xcloud.net.link_profile import LinkWindow
 from xcloud.net.transport import Rendezvous, rendezvous_store
 from xcloud.rank import restarts
 from xcloud.rank.restarts import attempt_of, rendezvous_under_torchrun, server_store
+from xcloud.rank.role import is_needed
 from xcloud.record.files import ready_file
 
 KEY = MessageKey(Kind.AVERAGING, 1)
@@ -207,3 +211,26 @@ def test_a_rank_that_finds_the_store_of_an_attempt_that_ends_looks_again() -> No
     tries.clear()
     with pytest.raises(dist.DistNetworkError):  # it has the store itself: nobody comes to mend it
         attempt_of(connect, 0, 2, lambda peer, line: None, 60.0)
+
+
+@pytest.mark.parametrize(
+    ("is_elastic", "rank", "lost", "ends"),
+    [
+        (False, 0, {2}, True),
+        (True, 0, {2}, False),  # it may come again, and saves nothing that others lack
+        (True, 3, {2}, True),  # its own cloud's ranks wait for each other
+        (True, 3, {1}, True),
+        (True, 3, set(), False),
+    ],
+)
+def test_a_rank_goes_on_without_another_cloud_that_may_leave(
+    is_elastic: bool, rank: int, lost: set[int], ends: bool
+) -> None:
+    """Clouds of ranks 0 and 1, 2 and 3; where clouds may leave, only the first one's save."""
+    clouds = {"a": [0, 1], "b": [2, 3]}
+    roster = Roster(frozenset(range(4)), frozenset({0, 1}), is_elastic=is_elastic)
+    cluster = SimpleNamespace(
+        cloud_of=lambda rank: "a" if rank < 2 else "b", ranks_in=clouds.__getitem__
+    )
+    job: Any = SimpleNamespace(roster=roster, cluster=cluster)
+    assert is_needed(job, rank, frozenset(lost)) == ends

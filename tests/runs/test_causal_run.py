@@ -259,17 +259,23 @@ def test_peft_loads_the_adapter_and_writes_on_as_the_stages_do(
 
 
 def test_transformers_loads_all_weights_and_writes_on_as_the_stages_do(
-    all_weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    all_weights: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from transformers import AutoModelForCausalLM
 
     TextGenerator(all_weights).join(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     expected = written_on(model, tmp_path)
+    monkeypatch.setattr(use, "is_emulated", lambda *_, **__: True)
     use.generate([str(all_weights), *PROMPTS, "--max-new-tokens", "12", "--uncompressed"])
 
     said = "".join(f"{p}{text}\n" for p, text in zip(PROMPTS, expected, strict=True))
-    assert capsys.readouterr().out == said
+    told = capsys.readouterr()
+    assert told.out == said
+    assert "bf16, in which the run was measured: this processor multiplies" in told.err
 
 
 def test_export_writes_into_no_folder_that_another_command_owns(

@@ -155,9 +155,9 @@ def test_objectives_are_of_the_run_and_less_is_better() -> None:
     ("bounds", "step_s", "said"),
     [
         ({"max_step_s": 2.0}, 2.0, None),
-        ({"max_step_s": 2.0}, 3.0, "planned step 3 s, allowed 2 s (max_step_s)"),
+        ({"max_step_s": 2.0}, 3.0, "planned step 3.00 s, allowed 2.00 s (max_step_s)"),
         ({"max_memory_mb": 3.0}, 9.0, None),
-        ({"max_memory_mb": 2.5}, 9.0, "planned memory 3 MB in cloud_b, allowed 2.5 MB"),
+        ({"max_memory_mb": 2.5}, 9.0, "planned memory 3.00 MB in cloud_b, allowed 2.50 MB"),
         ({}, 9.0, None),
     ],
 )
