@@ -16,7 +16,8 @@ from tests.replicas import Post, PostLinks
 from xcloud.comm.compressor import Chain, Compressor
 from xcloud.features.replicas.averaging_server import AveragingServer
 from xcloud.features.replicas.local_updates import LocalRounds, LocalUpdates
-from xcloud.features.replicas.outer_optimizer import OuterOptimizer, Replicas
+from xcloud.features.replicas.outer_optimizer import OuterOptimizer
+from xcloud.features.replicas.replicas import Replicas
 from xcloud.net.memory_transport import MemoryWorld
 from xcloud.pipeline.exchange import FlatBuffer, RankGroup, Work
 from xcloud.record.reporter import Reporter

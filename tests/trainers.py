@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +17,11 @@ from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import Phased, Selectable
 from xcloud.comm.state import State, Stateful, load_states, states_of
 from xcloud.contracts.model import Stage
-from xcloud.features.privacy.feature import guard_of
 from xcloud.features.privacy.gradients import PrivateGradients
+from xcloud.features.privacy.noise import private_contribution
 from xcloud.features.privacy.settings import Privacy
 from xcloud.features.replicas.links import averager_of_ends, replica_links
-from xcloud.features.replicas.outer_optimizer import Replicas
+from xcloud.features.replicas.replicas import Replicas
 from xcloud.features.tied.gradients import tied_gradients
 from xcloud.features.two_buffered.schedule import TwoBuffered
 from xcloud.features.two_buffered.trainer import TwoBufferedPipeline, TwoBufferedTrainer
@@ -135,7 +136,8 @@ def ranks(
                     links, wiring.groups[min(held.stages)], held.stages, choose, 7,
                     training.max_steps, [len(of(r, 1)) for r in range(layout.num_replicas)],
                     lambda replica, step: float(weigh(of(replica, step))), reporter,
-                    guard=None if privacy is None else guard_of(privacy),
+                    guard=partial(private_contribution, privacy=privacy)
+                    if privacy is not None and privacy.unit == "cloud" else None,
                 )
             )  # fmt: skip
         is_private = privacy is not None and layout.num_replicas > 1

@@ -25,7 +25,7 @@ from xcloud.comm.precision import BlockInt
 from xcloud.features.replicas.averaging import Terms
 from xcloud.features.replicas.gradient_averaging import GradientAveraging
 from xcloud.features.replicas.merging import weighted_sum
-from xcloud.features.replicas.outer_optimizer import Replicas
+from xcloud.features.replicas.replicas import Replicas
 from xcloud.job.strategy import Averaging, ModelPlacement, Strategy
 from xcloud.layout import Cloud, ClusterLayout
 from xcloud.pipeline.batch_plan import BatchPlan

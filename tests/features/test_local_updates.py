@@ -310,7 +310,7 @@ def test_a_slow_cloud_makes_fewer_steps_and_counts_for_them() -> None:
     clock, made = Seconds(), {0: list[int](), 1: list[int]()}
     job = replicas(settings, 8)
     for r, replica in enumerate(job):
-        replica.exchange.clock = clock if r else lambda: 0.0
+        replica.exchange.budget.clock = clock if r else lambda: 0.0
         replica.work = lambda s, note=made[r].append: note(s) or Work(1, 1.0)
     slow = job[1].optimizer.step
 

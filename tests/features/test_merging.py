@@ -41,7 +41,8 @@ from xcloud.features.replicas.merging import (
     weighted_mean,
     weighted_sum,
 )
-from xcloud.features.replicas.outer_optimizer import OuterOptimizer, Replicas
+from xcloud.features.replicas.outer_optimizer import OuterOptimizer
+from xcloud.features.replicas.replicas import Replicas
 from xcloud.job.strategy import Averaging, Strategy
 from xcloud.layout import ClusterLayout
 from xcloud.net.frame import MessageKey, Tensors

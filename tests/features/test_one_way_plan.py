@@ -91,7 +91,7 @@ def test_a_dead_producer_gets_no_slot_any_more_and_what_was_ordered_may_be_misse
     assert producers.count(1) <= 4 and set(producers[10:]) == {0}
     assert all(len(slots) == 2 for (slots,) in taken)
     assert end(plan, dead=[0])[0][1] is Presence.DEAD
-    assert plan.is_exhausted
+    assert set(plan.state) == {Presence.DEAD}
 
 
 def test_a_lost_producer_comes_back_with_its_ranks_at_one_number_and_owes_nothing() -> None:

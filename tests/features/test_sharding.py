@@ -24,7 +24,7 @@ from tests.replicas import Post
 from xcloud.base.errors import ConfigError
 from xcloud.comm.compressor import Chain
 from xcloud.features.replicas.gradient_averaging import GradientAveraging
-from xcloud.features.replicas.outer_optimizer import Replicas
+from xcloud.features.replicas.replicas import Replicas
 from xcloud.features.sharding.feature import check_in_step
 from xcloud.features.sharding.sharder import Sharder, is_sharded, whole_blocks
 from xcloud.job.config import Settings

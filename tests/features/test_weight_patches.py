@@ -771,7 +771,11 @@ def test_the_first_rank_of_a_stage_writes_every_so_many_updates_and_after_the_la
             context=context, stages={0: Module(0), 1: Module(1)}, wiring=wiring,
             data=SimpleNamespace(save_tokenizers=lambda folder: None),
         )  # fmt: skip
-        return feature_module.WritingAtRank().observer(built, cast(Any, None)), log, records
+        return (
+            feature_module.WritingAtRank(cast(Any, None)).observer(built, cast(Any, None)),
+            log,
+            records,
+        )
 
     assert hook()[0] is None
     writer, log, [record] = hook(0)

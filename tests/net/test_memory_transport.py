@@ -177,7 +177,8 @@ def test_a_one_way_job_is_wired_in_memory_too(tmp_path: Path) -> None:
         ConsumerRank(context(0)), ProducerRank(context(1)), ProducerRank(context(2))
     )  # fmt: skip
     for producer in producers:
-        producer.say_ready()
+        for out in producer.outs:
+            out.send(MessageKey(Kind.READY), ())
     consumer.send_orders([Order(1, 1, 0, 9)])
     ordered = producers[1].orders.next(may_drop=True)
     assert ordered is not None and ordered.number == 1

@@ -115,7 +115,7 @@ class Averaging(ABC):
     def join(self, replicas: Any) -> Exchange:
         """Open one rank's links to the other replicas and return its exchange.
 
-        replicas: the object that the exchange is built from (features/replicas/outer_optimizer.py:
+        replicas: the object that the exchange is built from (features/replicas/replicas.py:
             Replicas).
         All ranks call it at the same time.
         """

@@ -64,17 +64,18 @@ class Tour(Feature):
         check_choices(job, own=replace(job, hooks={}), by="the trial")
 
     def at_rank(self, context: RankContext[PipelineJob]) -> FeatureAtRank:
-        return TourAtRank(self)
+        return TourAtRank(context, self)
 
 
 class TourAtRank(FeatureAtRank):
     """A trial's tour in one rank."""
 
-    def __init__(self, tour: Tour) -> None:
+    def __init__(self, context: RankContext[PipelineJob], tour: Tour) -> None:
+        super().__init__(context)
         self._tour = tour
 
     def hook(self, built: BuiltRank, trainer: Trainer) -> TourPilot:
-        context = built.context
+        context = self.context
         file = context.run_dir / FACTS_FILE.format(context.rank)
         return TourPilot(
             context.job, built.wiring, trainer, tour=self._tour, file=file, memory=built.memory

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -43,12 +43,14 @@ class Feature:
     ends_early: the reason to refuse it beside features that need to know the last update, or None.
     left_out_of_trials: settings, by dotted name, that run a job without it. A planner's trial has
         these where the feature is not among what it measures.
+    at_work: the class of the feature at work in one rank; None where it does nothing there.
     """
 
     uses: Sequence[FeatureUse] = ()
     noises: Conflict | None = None
     ends_early: Conflict | None = None
     left_out_of_trials: Mapping[str, Any] = MappingProxyType({})
+    at_work: ClassVar[type[FeatureAtRank] | None] = None
 
     def is_used(self, job: PipelineJob) -> bool:
         """Return whether the job uses the feature."""
@@ -93,7 +95,7 @@ class Feature:
 
     def at_rank(self, context: RankContext[PipelineJob]) -> FeatureAtRank | None:
         """Return the feature at work in one rank; None where it does nothing there."""
-        return None
+        return None if self.at_work is None else self.at_work(context)
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,9 @@ class FeatureAtRank:
     """Sees what other replicas contribute to averages."""
     guard: MakeGuard | None = None
     """Changes what this replica contributes to averages."""
+
+    def __init__(self, context: RankContext[PipelineJob]) -> None:
+        self.context = context
 
     def receiver(self, make: MakeReceiver) -> MakeReceiver:
         """Return what makes the receiving end of a channel."""

@@ -86,8 +86,42 @@ def rows_arrive_alike(job: PipelineJob) -> Conflict | None:
     return None
 
 
+class CachingAtRank(FeatureAtRank):
+    """The caches at the boundaries of one rank."""
+
+    def __init__(self, context: RankContext[PipelineJob]) -> None:
+        super().__init__(context)
+        job = context.job
+        self._has_boundary = bool(job.cached_boundaries)
+        self._caches = activation_caches(
+            job.cluster,
+            boundaries=job.boundaries,
+            rank=context.rank,
+            max_bytes=round(job.training.activation_cache_mb * MEGABYTE),
+        )
+
+    def receiver(self, make: MakeReceiver) -> MakeReceiver:
+        return partial(self._caches.receiver, make)
+
+    def pipeline(self, make: Callable[..., Pipeline]) -> Callable[..., Pipeline]:
+        return partial(CachingPipeline, self._caches) if self._caches else make
+
+    def observer(self, built: BuiltRank, trainer: Trainer) -> CacheReport | None:
+        if not self._has_boundary:
+            return None
+        channels = built.wiring.boundaries.channels.values()
+        return CacheReport(channels, reporter=built.context.reporter)
+
+    def resume(self) -> str:
+        if not self._has_boundary:
+            return ""
+        return "the activation cache is not checkpointed: cached rows cross again"
+
+
 class ActivationCaching(Feature):
     """A store of rows in the cloud that received them."""
+
+    at_work = CachingAtRank
 
     uses = (
         FeatureUse(
@@ -128,37 +162,3 @@ class ActivationCaching(Feature):
             num_samples=num_samples,
             num_steps=training.max_steps,
         )
-
-    def at_rank(self, context: RankContext[PipelineJob]) -> FeatureAtRank:
-        return CachingAtRank(context)
-
-
-class CachingAtRank(FeatureAtRank):
-    """The caches at the boundaries of one rank."""
-
-    def __init__(self, context: RankContext[PipelineJob]) -> None:
-        job = context.job
-        self._has_boundary = bool(job.cached_boundaries)
-        self._caches = activation_caches(
-            job.cluster,
-            boundaries=job.boundaries,
-            rank=context.rank,
-            max_bytes=round(job.training.activation_cache_mb * MEGABYTE),
-        )
-
-    def receiver(self, make: MakeReceiver) -> MakeReceiver:
-        return partial(self._caches.receiver, make)
-
-    def pipeline(self, make: Callable[..., Pipeline]) -> Callable[..., Pipeline]:
-        return partial(CachingPipeline, self._caches) if self._caches else make
-
-    def observer(self, built: BuiltRank, trainer: Trainer) -> CacheReport | None:
-        if not self._has_boundary:
-            return None
-        channels = built.wiring.boundaries.channels.values()
-        return CacheReport(channels, reporter=built.context.reporter)
-
-    def resume(self) -> str:
-        if not self._has_boundary:
-            return ""
-        return "the activation cache is not checkpointed: cached rows cross again"

@@ -18,7 +18,6 @@ from xcloud.pipeline.one_forward_one_backward import max_kept
 from xcloud.pipeline.schedule import Action, Schedule
 from xcloud.pipeline.trainer import Trainer
 from xcloud.rank.feature import BuiltRank, Feature, FeatureAtRank
-from xcloud.rank.role import RankContext
 from xcloud.rank.switching import check_choices
 
 
@@ -99,8 +98,22 @@ def schedules_of(
     return list(schedules.values())
 
 
+class AutopilotAtRank(FeatureAtRank):
+    """The autopilot of one rank: it switches compression and schedule."""
+
+    def hook(self, built: BuiltRank, trainer: Trainer) -> RunPilot:
+        context = built.context
+        # Rank 0 alone decides, so only it times the codecs of all choices.
+        forecast = forecast_of(context.job, context.device) if context.rank == 0 else None
+        return RunPilot(
+            context.job, built.wiring, trainer, reporter=context.reporter, forecast=forecast
+        )
+
+
 class AutopilotFeature(Feature):
     """A choice, again and again, between compressions and schedules."""
+
+    at_work = AutopilotAtRank
 
     uses = (
         FeatureUse(
@@ -128,18 +141,3 @@ class AutopilotFeature(Feature):
     def check(self, job: PipelineJob) -> None:
         super().check(job)
         check_choices(job, own=replace(job, autopilot=None), by="autopilot")
-
-    def at_rank(self, context: RankContext[PipelineJob]) -> FeatureAtRank:
-        return AutopilotAtRank()
-
-
-class AutopilotAtRank(FeatureAtRank):
-    """The autopilot of one rank: it switches compression and schedule."""
-
-    def hook(self, built: BuiltRank, trainer: Trainer) -> RunPilot:
-        context = built.context
-        # Rank 0 alone decides, so only it times the codecs of all choices.
-        forecast = forecast_of(context.job, context.device) if context.rank == 0 else None
-        return RunPilot(
-            context.job, built.wiring, trainer, reporter=context.reporter, forecast=forecast
-        )

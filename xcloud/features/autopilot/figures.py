@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from xcloud.record.events import Event
 from xcloud.record.feature_figures import FeatureFigure
 
-
-def _switches(events: list[Event]) -> dict[str, Any]:
-    names = ("step", "choice", "before")
-    return {"autopilot": [{name: event[name] for name in names} for event in events]}
-
+_TOLD = ("step", "choice", "before")
 
 SWITCHES = FeatureFigure(
     kinds=("autopilot",),
-    in_summary=_switches,
+    in_summary=lambda events: {"autopilot": [{n: one[n] for n in _TOLD} for one in events]},
     notice=lambda event: f"after step {event['step']} {event['choice']}; {event['reason']}",
     mark=lambda event: str(event["choice"]),
     is_of_steps=True,

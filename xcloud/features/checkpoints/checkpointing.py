@@ -189,7 +189,8 @@ class Checkpointer(Hook):
         self.writer.wait()  # for the last one, which would be held in memory twice
         started_s = time.monotonic()
         self.timing.saved(step)
-        self._begin(step, ranks={0, *self._others})
+        if self.rank == 0:
+            self._ledger.begin(step, ranks={0, *self._others})
         self._notes.reporter.flush()  # what was reported of these steps must not be lost
         try:
             state = self.writer.copy(self._parts)
@@ -211,7 +212,7 @@ class Checkpointer(Hook):
                     write_s=round(write_s, 3),
                 )
             )
-            self._report(step, message=CheckpointMessage.DONE)
+            self._tell(0, step=step, message=CheckpointMessage.DONE)
 
         self.writer.write(step, state, written)
 
@@ -219,7 +220,8 @@ class Checkpointer(Hook):
         """Report, in place of `save`, that this rank cannot."""
         # `saved_step` stays, so that `finish` saves the last step if this was it.
         self.timing.saved(step, is_complete=False)
-        self._begin(step, ranks={0})
+        if self.rank == 0:
+            self._ledger.begin(step, ranks={0})
         self._lack(step, why=reason)
 
     def finish(self) -> None:
@@ -263,23 +265,16 @@ class Checkpointer(Hook):
         return peers if self._among is None else peers & frozenset(self._among)
 
     def _tell(self, peer: int, step: int, message: CheckpointMessage) -> None:
-        if self._control is not None and (out := self._control.out.get(peer)):  # else it is gone
+        if peer == self.rank:
+            self._take(peer, step, message)
+        elif self._control is not None and (out := self._control.out.get(peer)):  # else it is gone
             told = torch.tensor([message], dtype=torch.uint8)
             out.send(MessageKey(kind=Kind.CHECKPOINT, step=step), (told,), CHECKPOINT_CARRIES)
 
-    def _report(self, step: int, message: CheckpointMessage) -> None:
-        if self.rank == 0:
-            self._take(0, step, message)
-        else:
-            self._tell(0, step=step, message=message)
-
-    def _begin(self, step: int, ranks: Collection[int]) -> None:
-        if self.rank == 0:
-            self._ledger.begin(step, ranks)
-
     def _lack(self, step: int, why: Exception | str) -> None:
         self._notes.later(partial(self._notes.lost, step, why))
-        self.writer.later(lambda: self._report(step, message=CheckpointMessage.FAILED))
+        failed = CheckpointMessage.FAILED
+        self.writer.later(lambda: self._tell(0, step=step, message=failed))
 
     def _take(self, peer: int, step: int, code: int) -> None:
         """Act on a message. Called in a link's thread, or in the one that writes."""
@@ -300,7 +295,7 @@ class Checkpointer(Hook):
         elif message is CheckpointMessage.AGREED:
             self.writer.later(lambda: self._agree(step))
         elif message is CheckpointMessage.LOST:
-            self.writer.later(lambda: self._delete_lost(step))
+            self.writer.later(lambda: self.writer.folder.delete_lost(step, self.rank))
         elif reports := self._ledger.report(
             peer, step, is_written=message is CheckpointMessage.DONE
         ):
@@ -311,13 +306,10 @@ class Checkpointer(Hook):
             else:
                 verdict = CheckpointMessage.LOST
                 others = self._others
-                self.writer.later(lambda: self._delete_lost(step))
+                self.writer.later(lambda: self.writer.folder.delete_lost(step, self.rank))
             for other in sorted(others - {0}):
                 with contextlib.suppress(LinkError):  # it is gone, and its part is there
                     self._tell(other, step=step, message=verdict)
-
-    def _delete_lost(self, step: int) -> None:
-        self.writer.folder.delete_lost(step, rank=self.rank)
 
     def _agree(self, step: int, held_by: Collection[int] = ()) -> None:
         folder = self.writer.folder

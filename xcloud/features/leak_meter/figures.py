@@ -30,10 +30,9 @@ def _leak_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
             yield label, human_percent(recovered, digits=1), remark
 
 
-def _leak_metrics(summary: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    for name in MEASURED:
-        if (value := summary.get(name)) is not None:
-            yield name, value
-
-
-LEAKS = FeatureFigure(rows=_leak_rows, metrics=_leak_metrics)
+LEAKS = FeatureFigure(
+    rows=_leak_rows,
+    metrics=lambda summary: (
+        (name, summary[name]) for name in MEASURED if summary.get(name) is not None
+    ),
+)

@@ -92,7 +92,8 @@ class ConsumerRun(StatefulTree):
         """
         job = self._rank.job
         last = self._rank.job.max_steps
-        self._intake.note(f"waiting for {', '.join(self._names)} to be ready")
+        if self._leads:
+            self._rank.reporter.note(f"waiting for {', '.join(self._names)} to be ready")
         for step in range(self.num_updates + 1, last + 1):
             self.num_updates = step
             self._clock.begin_step(step)
@@ -174,7 +175,7 @@ class ConsumerRun(StatefulTree):
             self._intake.changed(step, p, now=now, why_gone=why_gone)
             if now is Presence.DEAD:
                 self._lose(p, before=before, why=why_gone, checkpoints=checkpoints)
-        if self.plan.is_exhausted:
+        if all(state is Presence.DEAD for state in self.plan.state):
             names = ", ".join(self._names)
             raise LinkClosed(f"no producer is left: {names} are gone (step {step})")
 

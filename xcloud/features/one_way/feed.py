@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, deque
-from collections.abc import Sequence
 from dataclasses import replace
 from enum import IntEnum
 from typing import Annotated, Any, Literal, NamedTuple
@@ -173,10 +172,6 @@ class ConsumptionPlan(StatefulTree):
         """The producers that feed."""
         return [p for p, state in enumerate(self.state) if state is Presence.ACTIVE]
 
-    @property
-    def is_exhausted(self) -> bool:
-        return all(state is Presence.DEAD for state in self.state)
-
     def round(self, num_sums: int = 0) -> Round:
         """Return a round in which nothing has happened."""
         return Round(num_producers=len(self.state), pairs=self.ordered.shape, num_sums=num_sums)
@@ -203,7 +198,7 @@ class ConsumptionPlan(StatefulTree):
         while active := self.active:
             # Each slot owes every active producer its share of one batch, and the one that is owed
             # most gives it; of equals the first. The order follows from shares alone.
-            whole = self._together(active)
+            whole = sum(self._shares[p] for p in active)
             consumer = self._num_slots % self.num_consumers
             owed = {p: self.turns[p] + self._shares[p] / whole for p in active}
             chosen = max(owed, key=lambda p: (owed[p], -p))
@@ -236,18 +231,15 @@ class ConsumptionPlan(StatefulTree):
         It is the same for all ranks that make this number: ranks that average gradients need one
         learning rate.
         """
-        is_whole = len(self.active) == len(self._shares)
-        # a sum may be rounded
-        together = self._together(self.active) if not is_whole else 1.0
+        together = 1.0  # of all, whose sum may be rounded
+        if len(self.active) < len(self._shares):
+            together = sum(self._shares[q] for q in self.active)
         num_left = max(0, self._num_batches - self._num_used)
         to_come = num_left * self._shares[p] / together if together else 0.0
         # `_used_before` counts up to the last change of producers: between changes the number
         # stays the same, and so does the learning rate's schedule that is made of it.
         expected = math.ceil((self._used_before[p] + to_come) / len(self._sources[p]))
         return self.promised.setdefault((p, number), max(1, expected))
-
-    def _together(self, producers: Sequence[int]) -> float:
-        return sum(self._shares[p] for p in producers)
 
     def levelling_orders(self) -> list[Order]:
         """Return orders for nobody, so that all ranks of a producer stand at the same number.

@@ -25,18 +25,15 @@ def _feed_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
         yield "batches missed", str(feed["num_skipped"]), "of slow or lost producers"
 
 
-def _feed_metrics(summary: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    feed = summary.get("feed", {})
-    for name in ("bytes_per_token", "num_skipped"):
-        if feed.get(name) is not None:
-            yield name, feed[name]
-
-
 _TIMES = " ".join(f"{name}:number" for name in TIMES)
 PRODUCERS = FeatureFigure(
     kinds=("producer",),
     rows=_feed_rows,
-    metrics=_feed_metrics,
+    metrics=lambda summary: (
+        (name, summary["feed"][name])
+        for name in ("bytes_per_token", "num_skipped")
+        if summary.get("feed", {}).get(name) is not None
+    ),
     is_of_steps=True,
     reported={"fed": f"num_batches:whole samples:whole tokens:whole {_TIMES} | loss:figure"},
 )

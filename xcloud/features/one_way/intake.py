@@ -336,10 +336,6 @@ class Intake:
     def _names(self) -> Sequence[str]:
         return self.job.cluster.producers
 
-    def note(self, line: str) -> None:
-        if self.group_rank == 0:
-            self.reporter.note(line)
-
     def producer(self, step: int, p: int, state: Presence, what: str) -> None:
         if self.group_rank == 0:
             name = self._names[p]

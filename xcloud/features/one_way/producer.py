@@ -290,21 +290,16 @@ class ProducerRank(OneWayRank):
             max_number=most,
             source=source,
         )
-        self._outs = [self.out("batches", peer=consumer) for consumer in consumers]
+        self.outs = [self.out("batches", peer=consumer) for consumer in consumers]
         handlers = {
             Kind.ORDER: self.orders.take_orders, Kind.STOP: self.orders.take_stop,
             Kind.CHECKPOINT: self.orders.take_save,
         }  # fmt: skip
         self.incoming("orders", 0, handlers, self.orders.take_end)
 
-    def say_ready(self) -> None:
-        """Tell every rank of the consumer that this one is ready."""
-        for out in self._outs:
-            out.send(MessageKey(Kind.READY), ())
-
     def send(self, consumer: int, number: int, payload: Tensor) -> None:
         key = MessageKey(kind=Kind.BATCH, step=number)
-        self._outs[consumer].send(key, (payload,), CARRIES[Kind.BATCH])
+        self.outs[consumer].send(key, (payload,), CARRIES[Kind.BATCH])
 
     def run(self) -> None:
         job = self.job
@@ -320,7 +315,8 @@ class ProducerRank(OneWayRank):
         checkpoints = self.restored({"producer": run}, digests=part.own_digests())
         self.orders.begin_after(run.number, for_nobody=run.kept)
         ready_file(self.context.run_dir, rank=self.rank).touch()
-        self.say_ready()
+        for out in self.outs:  # every rank of the consumer
+            out.send(MessageKey(Kind.READY), ())
         with self.context.asked.armed(job.checkpoint.are_made):
             self.is_stopped = run.feed(checkpoints)
         checkpoints.settle()

@@ -52,42 +52,13 @@ def rows_cross_alike(job: PipelineJob) -> Conflict | None:
     return None
 
 
-class PreferenceTuning(Feature):
-    """A loss over pairs of answers, against the model of the start."""
-
-    uses = (
-        FeatureUse(
-            setting="task=preferences",
-            asked=lambda job: isinstance(job.task, Preferences),
-            why={
-                causal_model: "compares probabilities of full answers",
-                one_pipeline: "scores pairs by the initial model in one pipeline",
-                no_plan: "scores pairs by the initial model through one compression",
-            },
-            without="",
-        ),
-        FeatureUse(
-            setting="task=preferences",
-            asked=lambda job: isinstance(job.task, Preferences),
-            why={rows_cross_alike: "asks the model of the start once, before the first step"},
-            without="",
-            reads_model=True,
-        ),
-    )
-
-    def describe(self, job: PipelineJob) -> str:
-        return f"preferences against the model of the start, beta {_task(job).beta:g}"
-
-    def at_rank(self, context: RankContext[PipelineJob]) -> FeatureAtRank:
-        return PreferenceTuningAtRank(context.job)
-
-
 class PreferenceTuningAtRank(FeatureAtRank):
     """The loss of the last stage, and what the model of the start says, in one rank."""
 
-    def __init__(self, job: PipelineJob) -> None:
-        self._last = job.cluster.num_stages - 1
-        self._loss = PreferenceLoss(_task(job).beta)
+    def __init__(self, context: RankContext[PipelineJob]) -> None:
+        super().__init__(context)
+        self._last = context.job.cluster.num_stages - 1
+        self._loss = PreferenceLoss(cast(Preferences, context.job.task).beta)
 
     def build_context(self, stage: int, group: RankGroup, context: BuildContext) -> BuildContext:
         if stage == self._last:
@@ -118,5 +89,31 @@ class PreferenceTuningAtRank(FeatureAtRank):
         built.wiring.barrier()
 
 
-def _task(job: PipelineJob) -> Preferences:
-    return cast(Preferences, job.task)
+class PreferenceTuning(Feature):
+    """A loss over pairs of answers, against the model of the start."""
+
+    at_work = PreferenceTuningAtRank
+
+    uses = (
+        FeatureUse(
+            setting="task=preferences",
+            asked=lambda job: isinstance(job.task, Preferences),
+            why={
+                causal_model: "compares probabilities of full answers",
+                one_pipeline: "scores pairs by the initial model in one pipeline",
+                no_plan: "scores pairs by the initial model through one compression",
+            },
+            without="",
+        ),
+        FeatureUse(
+            setting="task=preferences",
+            asked=lambda job: isinstance(job.task, Preferences),
+            why={rows_cross_alike: "asks the model of the start once, before the first step"},
+            without="",
+            reads_model=True,
+        ),
+    )
+
+    def describe(self, job: PipelineJob) -> str:
+        task = cast(Preferences, job.task)
+        return f"preferences against the model of the start, beta {task.beta:g}"

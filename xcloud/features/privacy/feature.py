@@ -8,12 +8,11 @@ from types import MappingProxyType
 from xcloud.features.privacy.account import PrivacyAccount
 from xcloud.features.privacy.gradients import PrivateGradients
 from xcloud.features.privacy.noise import private_contribution
-from xcloud.features.privacy.settings import Privacy
 from xcloud.job.job import PipelineJob
 from xcloud.job.needs import Conflict, FeatureUse, all_clouds_stay, plain, whole_stages
 from xcloud.pipeline.schedule import split_backwards
 from xcloud.pipeline.trainer import Trainer
-from xcloud.rank.feature import BuiltRank, Feature, FeatureAtRank, MakeGuard
+from xcloud.rank.feature import BuiltRank, Feature, FeatureAtRank
 from xcloud.rank.role import RankContext
 
 several_replicas = plain(
@@ -55,8 +54,41 @@ def _protects(job: PipelineJob, unit: str) -> bool:
     return privacy is not None and privacy.unit == unit
 
 
+class PrivacyAtRank(FeatureAtRank):
+    """The privacy of one rank: it clips and adds noise, and in rank 0 keeps the account."""
+
+    def __init__(self, context: RankContext[PipelineJob]) -> None:
+        super().__init__(context)
+        privacy = context.job.security.privacy
+        assert privacy is not None
+        self._privacy = privacy
+        self.changes_each_gradient = privacy.unit == "sample"
+        # A replica's loss is a function of its samples that nobody has noised.
+        self.hides_losses = context.job.cluster.num_replicas > 1
+        # Where samples are protected and not clouds, gradients are noised before.
+        if privacy.unit == "cloud":
+            self.guard = partial(private_contribution, privacy=privacy)
+
+    def hook(self, built: BuiltRank, trainer: Trainer) -> PrivateGradients | None:
+        if self.changes_each_gradient:
+            return PrivateGradients(privacy=self._privacy, trainer=trainer)
+        return None
+
+    def observer(self, built: BuiltRank, trainer: Trainer) -> PrivacyAccount | None:
+        if built.context.rank != 0:
+            return None
+        return PrivacyAccount(
+            privacy=self._privacy,
+            trainer=trainer,
+            contributions=built.context.job.strategy.traits.max_contributions,
+            reporter=built.context.reporter,
+        )
+
+
 class DifferentialPrivacy(Feature):
     """A bound on what the others learn of a sample, or of all that a cloud holds."""
+
+    at_work = PrivacyAtRank
 
     uses = (
         FeatureUse(
@@ -90,42 +122,3 @@ class DifferentialPrivacy(Feature):
     def describe(self, job: PipelineJob) -> str:
         assert job.security.privacy is not None
         return job.security.privacy.label
-
-    def at_rank(self, context: RankContext[PipelineJob]) -> FeatureAtRank:
-        privacy = context.job.security.privacy
-        assert privacy is not None
-        return PrivacyAtRank(privacy, num_replicas=context.job.cluster.num_replicas)
-
-
-def guard_of(privacy: Privacy) -> MakeGuard | None:
-    """Return what clips and noises the contributions of a cloud; None where samples are protected
-    and not clouds."""
-    if privacy.unit == "cloud":
-        return partial(private_contribution, privacy=privacy)
-    return None
-
-
-class PrivacyAtRank(FeatureAtRank):
-    """The privacy of one rank: it clips and adds noise, and in rank 0 keeps the account."""
-
-    def __init__(self, privacy: Privacy, num_replicas: int) -> None:
-        self._privacy = privacy
-        self.changes_each_gradient = privacy.unit == "sample"
-        # A replica's loss is a function of its samples that nobody has noised.
-        self.hides_losses = num_replicas > 1
-        self.guard = guard_of(privacy)
-
-    def hook(self, built: BuiltRank, trainer: Trainer) -> PrivateGradients | None:
-        if self.changes_each_gradient:
-            return PrivateGradients(privacy=self._privacy, trainer=trainer)
-        return None
-
-    def observer(self, built: BuiltRank, trainer: Trainer) -> PrivacyAccount | None:
-        if built.context.rank != 0:
-            return None
-        return PrivacyAccount(
-            privacy=self._privacy,
-            trainer=trainer,
-            contributions=built.context.job.strategy.traits.max_contributions,
-            reporter=built.context.reporter,
-        )

@@ -6,12 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from xcloud.base.units import human_number
-from xcloud.record.events import Event, body
+from xcloud.record.events import body
 from xcloud.record.feature_figures import FeatureFigure, Row
-
-
-def _privacy(events: list[Event]) -> dict[str, Any]:
-    return {"privacy": body(events[-1])}
 
 
 def _privacy_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
@@ -30,7 +26,7 @@ def _privacy_metrics(summary: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 GUARANTEE = FeatureFigure(
     kinds=("privacy",),
-    in_summary=_privacy,
+    in_summary=lambda events: {"privacy": body(events[-1])},
     otherwise={"privacy": None},
     rows=_privacy_rows,
     metrics=_privacy_metrics,

@@ -47,17 +47,18 @@ def private_contribution(
     deviation = privacy.clip * privacy.noise
     chance = np.random.default_rng()  # not of the run's seed, which the other clouds know too
 
-    def noised(tensor: Tensor) -> Tensor:
-        if deviation:
-            return tensor + deviation * normal(tensor, chance)
-        return tensor
-
     def protect(tensors: Sequence[Tensor]) -> list[Tensor]:
         pairs = list(zip(tensors, are_silent, strict=True))
         factor = clip_factor([tensor for tensor, is_silent in pairs if not is_silent], limit)
-        # 0 * t and not zeros: a value that is not finite stays visible as nan, and the update is
-        # skipped.
-        return [0 * t if is_silent else noised(t * factor) for t, is_silent in pairs]
+        contribution = []
+        for tensor, is_silent in pairs:
+            # 0 * tensor and not zeros: a value that is not finite stays visible as nan, and the
+            # update is skipped.
+            sent = 0 * tensor if is_silent else tensor * factor
+            if deviation and not is_silent:
+                sent = sent + deviation * normal(sent, chance)
+            contribution.append(sent)
+        return contribution
 
     return protect
 

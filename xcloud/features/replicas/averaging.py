@@ -273,11 +273,10 @@ class AllToAll(Averager):
     own_names = (MEMORY,)
 
     def __init__(self, links: ReplicaLinks, codec: TensorCodec, terms: Terms = SUM) -> None:
-        self._join(links, codecs={"all": codec}, terms=terms)
-
-    def _join(self, links: ReplicaLinks, codecs: Mapping[str, TensorCodec], terms: Terms) -> None:
         self._links = links
-        self._codecs = codecs
+        self._codecs = {"all": codec}
+        # The name of the codec of contributions to each replica.
+        self._codec_to = ["all"] * links.num_replicas
         self._terms = terms
         self._steps: dict[int, _UnderWay] = {}
         self._is_settled = True
@@ -346,14 +345,10 @@ class AllToAll(Averager):
     def _own_of(self, sent: dict[str, Tensors]) -> list[Tensor]:
         return self._codecs["all"].decode(sent["all"])
 
-    def _codec_to(self, replica: int) -> str:
-        """Return the name of the codec of contributions to this replica."""
-        return "all"
-
     def _send(self, step: int) -> None:
         under_way = self._steps[step]
         for replica in self._links.others:
-            name = self._codec_to(replica)
+            name = self._codec_to[replica]
             self._post(
                 replica,
                 key=self._key(step),
@@ -386,7 +381,7 @@ class AllToAll(Averager):
         under_way = self._steps[step]
         if replica == self._links.replica:
             return Contribution(tensors=under_way.own, weight=under_way.weight)
-        codec = self._codecs[self._codec_to(self._links.replica)]
+        codec = self._codecs[self._codec_to[self._links.replica]]
         weight, parts = self._receive(replica, self._key(step))
         most = self._terms.max_weight(replica)
         return self._terms.contribution(
@@ -425,9 +420,11 @@ class Aggregators(AllToAll):
         self._count = len(shapes)
         self._pieces = by_rows(shapes, num_shares=links.num_replicas)
         by_name = [{piece.name: piece.shape for piece in part} for part in self._pieces]
-        codecs = {str(replica): new_codec(part) for replica, part in enumerate(by_name)}
-        codecs[_RESULT] = new_codec(by_name[links.replica])
-        self._join(links, codecs=codecs, terms=terms)
+        super().__init__(links, new_codec(by_name[links.replica]), terms)
+        result = self._codecs["all"]
+        self._codecs = {str(replica): new_codec(part) for replica, part in enumerate(by_name)}
+        self._codecs[_RESULT] = result
+        self._codec_to = [str(replica) for replica in range(links.num_replicas)]
 
     def finish(self, step: int) -> Merged:
         self.settle(was_used=True)
@@ -464,9 +461,6 @@ class Aggregators(AllToAll):
 
     def _own_of(self, sent: dict[str, Tensors]) -> list[Tensor]:
         return list(sent["own"])
-
-    def _codec_to(self, replica: int) -> str:
-        return str(replica)
 
 
 def averager_for(

@@ -10,20 +10,14 @@ from torch import Tensor, nn
 from xcloud.contracts.model import ModelOfParts, TaskData
 from xcloud.features.replicas.averaging import ReplicaLinks
 from xcloud.features.replicas.links import replica_links
-from xcloud.features.replicas.outer_optimizer import Replicas
+from xcloud.features.replicas.replicas import Replicas
 from xcloud.job.job import PipelineJob
 from xcloud.job.leaving import Outbound
 from xcloud.job.needs import Conflict, FeatureUse
 from xcloud.pipeline.batch_plan import cut, samples_of_replica
 from xcloud.pipeline.exchange import Exchange, RankGroup
 from xcloud.rank.feature import BuiltRank, Feature, FeatureAtRank, MakeGuard, Watch
-from xcloud.rank.role import RankContext
 from xcloud.record.reporter import Reporter
-
-
-def _averages_without_feedback(job: PipelineJob) -> bool:
-    averaging = job.strategy.averaging
-    return job.cluster.num_replicas > 1 and averaging is not None and not averaging.feedback
 
 
 def self_correcting_compressor(job: PipelineJob) -> Conflict | None:
@@ -43,51 +37,6 @@ def self_correcting_compressor(job: PipelineJob) -> Conflict | None:
                 "(docs/strategies.md lists them)",
             )
     return None
-
-
-class ReplicaAveraging(Feature):
-    """An average of gradients or parameters over replicas of the pipeline."""
-
-    uses = (
-        FeatureUse(
-            setting="strategy.averaging.feedback=false",
-            asked=_averages_without_feedback,
-            why={self_correcting_compressor: "does not add what a message lost to the next one"},
-            without="set feedback to true",
-        ),
-    )
-
-    def is_used(self, job: PipelineJob) -> bool:
-        return job.cluster.num_replicas > 1
-
-    def leaving(self, job: PipelineJob) -> Iterator[Outbound]:
-        for stage in range(job.cluster.num_stages):
-            yield from _averaged_stage(job, stage)
-
-    def at_rank(self, context: RankContext[PipelineJob]) -> FeatureAtRank:
-        return AveragingAtRank()
-
-
-def _averaged_stage(job: PipelineJob, stage: int) -> Iterator[Outbound]:
-    """Yield the messages by which replicas in different clouds share what they have learned."""
-    layout = job.cluster
-    traits = job.strategy.traits
-    label = job.compression.averaged.averaging_choice.label
-    often = f"once in {traits.every} steps" if traits.every != 1 else "once a step"
-    parts = f"stage {stage}"
-    if isinstance(job.model, ModelOfParts):
-        parts = ", ".join(sorted(job.model.parts(stage, layout.num_stages)))
-    what = "weight changes" if traits.trains_locally else "gradients"
-    what = f"{what} of all that is trained in {parts}, compressed by {label}"
-    first, *others = (layout.stage_cloud(stage, replica=r) for r in range(layout.num_replicas))
-    if not traits.is_elastic:
-        for here, there in permutations([first, *others], 2):
-            yield Outbound(sender=here, to=there, kind="averaging", what=what, how_often=often)
-        return
-    for cloud in others:  # the first cloud merges for all
-        yield Outbound(sender=cloud, to=first, kind="averaging", what=what, how_often=often)
-        merged = f"merged {what}; to a cloud that comes later the weights themselves"
-        yield Outbound(sender=first, to=cloud, kind="averaging", what=merged, how_often=often)
 
 
 class AveragingAtRank(FeatureAtRank):
@@ -110,6 +59,54 @@ class AveragingAtRank(FeatureAtRank):
             watch=watch,
             guard=guard,
         )
+
+
+class ReplicaAveraging(Feature):
+    """An average of gradients or parameters over replicas of the pipeline."""
+
+    at_work = AveragingAtRank
+
+    uses = (
+        FeatureUse(
+            setting="strategy.averaging.feedback=false",
+            asked=lambda job: (
+                job.cluster.num_replicas > 1
+                and job.strategy.averaging is not None
+                and not job.strategy.averaging.feedback
+            ),
+            why={self_correcting_compressor: "does not add what a message lost to the next one"},
+            without="set feedback to true",
+        ),
+    )
+
+    def is_used(self, job: PipelineJob) -> bool:
+        return job.cluster.num_replicas > 1
+
+    def leaving(self, job: PipelineJob) -> Iterator[Outbound]:
+        for stage in range(job.cluster.num_stages):
+            yield from _averaged_stage(job, stage)
+
+
+def _averaged_stage(job: PipelineJob, stage: int) -> Iterator[Outbound]:
+    """Yield the messages by which replicas in different clouds share what they have learned."""
+    layout = job.cluster
+    traits = job.strategy.traits
+    label = job.compression.averaged.averaging_choice.label
+    often = f"once in {traits.every} steps" if traits.every != 1 else "once a step"
+    parts = f"stage {stage}"
+    if isinstance(job.model, ModelOfParts):
+        parts = ", ".join(sorted(job.model.parts(stage, layout.num_stages)))
+    what = "weight changes" if traits.trains_locally else "gradients"
+    what = f"{what} of all that is trained in {parts}, compressed by {label}"
+    first, *others = (layout.stage_cloud(stage, replica=r) for r in range(layout.num_replicas))
+    if not traits.is_elastic:
+        for here, there in permutations([first, *others], 2):
+            yield Outbound(sender=here, to=there, kind="averaging", what=what, how_often=often)
+        return
+    for cloud in others:  # the first cloud merges for all
+        yield Outbound(sender=cloud, to=first, kind="averaging", what=what, how_often=often)
+        merged = f"merged {what}; to a cloud that comes later the weights themselves"
+        yield Outbound(sender=first, to=cloud, kind="averaging", what=merged, how_often=often)
 
 
 def replicas_exchange(

@@ -33,10 +33,10 @@ from xcloud.features.replicas.merging import (
     RowPiece,
     by_rows,
     gather_shares,
-    mean_of,
+    sum_up,
     weighted_mean,
 )
-from xcloud.features.replicas.outer_optimizer import Replicas
+from xcloud.features.replicas.replicas import Replicas
 from xcloud.job.strategy import Averaging, Traits
 from xcloud.pipeline.exchange import Exchange, FlatBuffer, RankGroup, Work, local_part
 
@@ -366,7 +366,7 @@ def compressed_averaging(
         num = state.num_ranks
         # A mean needs one at a time: of many ranks all would not fit.
         if state.merge is weighted_mean:
-            means = mean_of(found, count=num)
+            means = sum_up(found, weights=[1.0 / num] * num)
         else:
             means = state.merge([*found])
         state.note(means)

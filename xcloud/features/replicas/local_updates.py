@@ -7,7 +7,6 @@ Moments of the inner optimizer stay where they are and are never sent.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -18,20 +17,17 @@ from torch import Tensor
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import NotNegative, Positive, Rate, settings
-from xcloud.comm.state import MEMORY, State, Stateful, StatefulTree, whole_number
+from xcloud.comm.state import MEMORY, State, Stateful, StatefulTree, StateTree, whole_number
 from xcloud.features.replicas.averaging import Averager, Merged, Terms
 from xcloud.features.replicas.averaging_server import SERVER, AveragingServer, Member
 from xcloud.features.replicas.late import LatePolicy, Wait
 from xcloud.features.replicas.merging import Robust, by_tensor, contiguous, weighted_mean
-from xcloud.features.replicas.outer_optimizer import (
-    OuterOptimizer,
-    OuterParameters,
-    Replicas,
-    Shapes,
-)
+from xcloud.features.replicas.outer_optimizer import OuterOptimizer, OuterParameters
+from xcloud.features.replicas.replicas import Replicas, Shapes
+from xcloud.features.replicas.round_budget import RoundBudget
 from xcloud.job.strategy import Averaging, Traits
 from xcloud.layout import ClusterLayout
-from xcloud.pipeline.exchange import Exchange, FlatBuffer, Work
+from xcloud.pipeline.exchange import Exchange, FlatBuffer, Work, are_finite
 
 NAME = "strategy.averaging"
 _NOTHING = 1e-12  # a weight that counts only where all have this one
@@ -83,7 +79,7 @@ class LocalUpdates(Averaging):
                 f"{NAME}.overlap less than it; got fragments={self.fragments}, overlap="
                 f"{self.overlap}. One fragment is merged at a step, and ends before its next merge"
             )
-        if self.is_elastic and not (self.is_at_once and self.merge is None):
+        if self.late.is_elastic and not (self.is_at_once and self.merge is None):
             raise ConfigError(
                 f"strategy/averaging/late={self.late.word}: the first cloud merges for all, all "
                 "parameters at once and by the mean, since a robust merge must not be any one "
@@ -106,21 +102,16 @@ class LocalUpdates(Averaging):
         return ", ".join(part for part, is_said in parts.items() if is_said)
 
     @property
-    def is_elastic(self) -> bool:
-        """True if the run continues where a cloud is late or lost."""
-        return self.late.is_elastic
-
-    @property
     def is_at_once(self) -> bool:
         """True if a merge is of all parameters, which are equal in all replicas after it."""
         return self.fragments == 1 and not self.overlap and not self.mix
 
     @property
     def traits(self) -> Traits:
-        column = "elastic" if self.is_elastic else "local updates"
+        column = "elastic" if self.late.is_elastic else "local updates"
         return Traits(
             trains_locally=True,
-            is_elastic=self.is_elastic,
+            is_elastic=self.late.is_elastic,
             may_leave=self.late.may_leave,
             restart_s=self.late.restart_s,
             every=self.every,
@@ -149,7 +140,7 @@ class LocalUpdates(Averaging):
         cloud each, whose ranks hold all stages."""
         super().check(layout)
         needs = {
-            f"late={self.late.word}": self.is_elastic,
+            f"late={self.late.word}": self.late.is_elastic,
             "max_s": self.max_s is not None,
             "max_tokens": self.max_tokens is not None,
             "weigh=tokens": self.weigh == "tokens",
@@ -220,17 +211,18 @@ class LocalRounds(Exchange):
     fragment's round short, its momentum is left out (OuterParameters.move).
 
     Where merges are elastic, the first rank of each cloud carries all of its values across. A
-    replica that was late skips the steps up to the server's, and one that has used up its time or
-    tokens those up to the next multiple of `every`. clock: seconds.
+    replica that was late skips the steps up to the server's.
+
+    The plain case, of one fragment and without overlap, is `after_update`, `_start` and `_apply`:
+    the lines at the head of outer_optimizer.py.
     """
 
     def __init__(self, averaging: LocalUpdates, replicas: Replicas) -> None:
         self._settings = averaging
         self._replicas = replicas
-        self.clock = time.monotonic
-        self._idle_until = 0
-        self._num_tokens = 0.0
-        self._started_s: float | None = None  # since the last merge
+        self.budget = RoundBudget(
+            averaging.every, averaging.max_s, averaging.max_tokens, replicas.group
+        )
         names = list(replicas.trained)
         sizes = [p.numel() for p in replicas.trained.values()]
         if 0 < len(names) < averaging.fragments:
@@ -245,7 +237,7 @@ class LocalRounds(Exchange):
             for number, run in enumerate(runs)
         ]
         averagers = [fragment.averager for fragment in self._fragments]
-        if not averaging.is_elastic:
+        if not averaging.late.is_elastic:
             # Before the first round replicas must be equal: a merge is of changes, and would hide
             # it.
             replicas.open(averagers, averaging.late.wait_s, averaging.max_under_way)
@@ -253,9 +245,6 @@ class LocalRounds(Exchange):
         # The other ranks of a cloud have no link: they get values from their leader (`_apply`).
         elif replicas.group.leads:
             replicas.open(averagers)
-
-    def is_idle(self, step: int) -> bool:
-        return step <= self._idle_until
 
     def before_update(
         self, step: int, buffers: Mapping[int, FlatBuffer], losses: Mapping[int, Tensor]
@@ -277,7 +266,7 @@ class LocalRounds(Exchange):
         under_way = [fragment for fragment in self._fragments if fragment.under_way]
         for fragment in sorted(under_way, key=lambda fragment: fragment.under_way):  # as sent
             if step - fragment.under_way >= averaging.overlap or is_last:
-                self._finish(fragment, averaging.mix)
+                self._apply(fragment, fragment.averager.finish(fragment.under_way), averaging.mix)
         for fragment in self._fragments:
             # The order of merges, within a step and from step to step, is the same in all
             # replicas.
@@ -285,20 +274,82 @@ class LocalRounds(Exchange):
                 self._start(fragment, step)
                 # One after the other: links have room for those of `overlap`, not for all.
                 if is_last or not averaging.overlap:
-                    self._finish(fragment, 0.0 if is_last else averaging.mix)
+                    mix = 0.0 if is_last else averaging.mix
+                    self._apply(fragment, fragment.averager.finish(step), mix)
         for fragment in self._fragments:
             fragment.averager.end_step(step, is_last=is_last)
-        self._end_step(step, num_tokens=work.weight)
+        self.budget.end_step(step, num_tokens=work.weight)
         if is_last:
             self.compare(step)
 
+    def _start(self, fragment: _Fragment, step: int) -> None:
+        fragment.sent = fragment.work
+        fragment.work = 0.0
+        fragment.max_sent = fragment.max_work
+        fragment.max_work = [0.0] * len(fragment.max_sent)
+        weight = self._settings.weight_of(fragment.sent)
+        if not self._settings.late.is_elastic:  # where no replica has done anything, their mean
+            weight = max(weight, _NOTHING)
+        # Those of other shares, too: ranks of a cloud must decide alike.
+        if not are_finite(p.detach() for p in fragment.values.parameters):
+            fragment.values.take()
+            fragment.sent = weight = 0.0
+            self._replicas.reporter.note(
+                f"parameters were not finite at the merge of step {step}: this replica goes back "
+                "to the values of the merge before and counts for nothing in this one"
+            )
+        fragment.averager.start(step, fragment.values.gradient(), weight)
+        fragment.under_way = step
+
+    def _apply(self, fragment: _Fragment, merged: Merged, mix: float) -> int:
+        """Apply a merge to the parameters, in all ranks of the cloud. Return the step that the
+        averaging server has reached, where there is one."""
+        step = merged.step
+        is_counted = merged.is_counted
+        is_new = bool(merged.changes or merged.values)
+        if self._settings.late.is_elastic:
+            numbers = torch.tensor([step, is_counted, is_new])
+            step, is_counted, is_new = self._replicas.group.from_leader(numbers).tolist()
+        # Measured against the outer parameters of now, before they move below.
+        own = [] if is_counted else fragment.values.gradient()
+        if merged.values:
+            fragment.values.replace(merged.values)
+        last_step = self._replicas.last_step
+        ends_within = last_step % self._settings.every != fragment.offset
+        have_moved = []
+        for number, change in enumerate(merged.changes, start=1):
+            is_last = merged.newest == last_step and number == len(merged.changes)
+            is_cut_short = is_last and ends_within
+            have_moved.append(fragment.values.move(change, is_cut_short))
+        fragment.averager.settle(was_used=all(have_moved))
+        # After the last merge nothing can count any more: replicas end equal.
+        if is_counted or step >= last_step:
+            fragment.values.take(mix)
+        else:
+            # What was not merged stays in this replica's values, and its work weighs in the next
+            # merge.
+            fragment.work += fragment.sent
+            if is_new:
+                fragment.values.keep(own)
+        # A replica that was late goes on at the server's step: it skips those up to it.
+        self.budget.idle_until = max(self.budget.idle_until, step)
+        fragment.under_way = 0
+        return step
+
+    def is_idle(self, step: int) -> bool:
+        return step <= self.budget.idle_until
+
     def compare(self, step: int) -> None:
-        if not self._settings.is_elastic:
+        if not self._settings.late.is_elastic:
             self._replicas.compare(step, self._replicas.group)
 
     def resume(self, step: int) -> int:
         (fragment,) = self._fragments
-        return self._apply(fragment, merged=fragment.averager.resume(step), mix=0.0)
+        return self._apply(fragment, fragment.averager.resume(step), mix=0.0)
+
+    def children(self) -> StateTree:
+        fragments = {str(number): fragment for number, fragment in enumerate(self._fragments)}
+        return {"budget": self.budget, **fragments}
 
     def _fragment(self, names: list[str], number: int) -> _Fragment:
         replicas = self._replicas
@@ -306,7 +357,7 @@ class LocalRounds(Exchange):
         parameters = {name: replicas.trained[name] for name in names}
         shapes = {name: p.shape for name, p in parameters.items()}
         # Where merges are elastic the first rank of each cloud carries all of its values.
-        num_shares = replicas.links.num_shares if not averaging.is_elastic else 1
+        num_shares = replicas.links.num_shares if not averaging.late.is_elastic else 1
         shares = by_tensor(shapes, num_shares)
         values = OuterParameters(
             parameters, shares, group=replicas.group, optimizer=averaging.outer
@@ -327,7 +378,7 @@ class LocalRounds(Exchange):
             ),
         )
         averager = Averager()
-        if averaging.is_elastic and replicas.group.leads:
+        if averaging.late.is_elastic and replicas.group.leads:
             averager = self._elastic_averager(shapes, values, terms)
         elif replicas.group.group_rank < num_shares:
             own = {piece.name: piece.shape for piece in shares[replicas.group.group_rank]}
@@ -369,98 +420,3 @@ class LocalRounds(Exchange):
         if self._settings.weigh == "tokens":
             return self._replicas.weight(replica, step)
         return float(self._replicas.num_samples[replica])
-
-    def _end_step(self, step: int, num_tokens: float) -> None:
-        """Count time and tokens since the last merge, and idle once the budget is used up.
-
-        num_tokens: the number of tokens that the replica trained on in this step.
-        """
-        averaging = self._settings
-        max_s = averaging.max_s
-        max_tokens = averaging.max_tokens
-        if max_s is None and max_tokens is None:
-            return
-        if step % averaging.every == 0:
-            self._num_tokens = 0.0
-            self._started_s = self.clock()
-        elif not self.is_idle(step):
-            self._num_tokens += num_tokens
-            if self._started_s is None:  # the first step builds caches: it is not counted
-                self._started_s = self.clock()
-            is_over = max_s is not None and self.clock() - self._started_s >= max_s
-            is_over |= max_tokens is not None and self._num_tokens >= max_tokens
-            # Clocks of a cloud's ranks differ, so their leader's decides for them.
-            if bool(self._replicas.group.from_leader(torch.tensor([float(is_over)]))):
-                self._idle_until = step - step % averaging.every + averaging.every
-
-    def _start(self, fragment: _Fragment, step: int) -> None:
-        fragment.sent = fragment.work
-        fragment.work = 0.0
-        fragment.max_sent = fragment.max_work
-        fragment.max_work = [0.0] * len(fragment.max_sent)
-        weight = self._settings.weight_of(fragment.sent)
-        if not self._settings.is_elastic:  # where no replica has done anything, their mean
-            weight = max(weight, _NOTHING)
-        if not fragment.values.are_finite:
-            fragment.values.take()
-            fragment.sent = weight = 0.0
-            self._replicas.reporter.note(
-                f"parameters were not finite at the merge of step {step}: this replica goes back "
-                "to the values of the merge before and counts for nothing in this one"
-            )
-        fragment.averager.start(step, fragment.values.gradient(), weight)
-        fragment.under_way = step
-
-    def _finish(self, fragment: _Fragment, mix: float) -> None:
-        self._apply(fragment, merged=fragment.averager.finish(fragment.under_way), mix=mix)
-        fragment.under_way = 0
-
-    def _apply(self, fragment: _Fragment, merged: Merged, mix: float) -> int:
-        """Apply a merge to the parameters, in all ranks of the cloud. Return the step that the
-        averaging server has reached, where there is one."""
-        step = merged.step
-        is_counted = merged.is_counted
-        is_new = bool(merged.changes or merged.values)
-        if self._settings.is_elastic:
-            numbers = torch.tensor([step, is_counted, is_new])
-            step, is_counted, is_new = self._replicas.group.from_leader(numbers).tolist()
-        # Measured against the outer parameters of now, before they move below.
-        own = [] if is_counted else fragment.values.gradient()
-        if merged.values:
-            fragment.values.replace(merged.values)
-        last_step = self._replicas.last_step
-        ends_within = last_step % self._settings.every != fragment.offset
-        have_moved = []
-        for number, change in enumerate(merged.changes, start=1):
-            is_last = merged.newest == last_step and number == len(merged.changes)
-            is_cut_short = is_last and ends_within
-            have_moved.append(fragment.values.move(change, is_cut_short))
-        fragment.averager.settle(was_used=all(have_moved))
-        # After the last merge nothing can count any more: replicas end equal.
-        if is_counted or step >= last_step:
-            fragment.values.take(mix)
-        else:
-            # What was not merged stays in this replica's values, and its work weighs in the next
-            # merge.
-            fragment.work += fragment.sent
-            if is_new:
-                fragment.values.keep(own)
-        # A replica that was late goes on at the server's step: it skips those up to it.
-        self._idle_until = max(self._idle_until, step)
-        return step
-
-    def children(self) -> dict[str, Stateful]:
-        return {str(number): fragment for number, fragment in enumerate(self._fragments)}
-
-    own_names = ("budget",)
-
-    def own(self) -> State:
-        # A clock's reading means nothing in another process: seconds since the merge are kept.
-        elapsed_s = self.clock() - self._started_s if self._started_s is not None else 0.0
-        numbers = torch.tensor([self._num_tokens, elapsed_s], dtype=torch.float64)
-        return {"budget.idle_until": self._idle_until, "budget.numbers": numbers}
-
-    def take(self, own: State) -> None:
-        self._idle_until = whole_number(own, name="budget.idle_until")
-        self._num_tokens, elapsed_s = torch.as_tensor(own["budget.numbers"]).tolist()
-        self._started_s = self.clock() - elapsed_s if elapsed_s else None

@@ -43,19 +43,14 @@ Merge = Callable[[Sequence[Contribution]], list[Tensor]]
 
 def weighted_sum(contributions: Sequence[Contribution]) -> list[Tensor]:
     """Return sum_r w_r x_r. A value that is not finite makes the sum so."""
-    return _sum(contributions, weights=[c.weight for c in contributions])
+    return sum_up(contributions, weights=[c.weight for c in contributions])
 
 
 def weighted_mean(contributions: Sequence[Contribution]) -> list[Tensor]:
     """Return sum_r w_r x_r / sum_r w_r; NaN if all weights are zero."""
     weights = [c.weight for c in contributions]
     total = sum(weights) or math.nan
-    return _sum(contributions, weights=[weight / total for weight in weights])
-
-
-def mean_of(contributions: Iterable[Contribution], count: int) -> list[Tensor]:
-    """Return weighted_mean of so many that count alike; one is made after the other."""
-    return _sum(contributions, weights=[1.0 / count] * count)
+    return sum_up(contributions, weights=[weight / total for weight in weights])
 
 
 class Robust(ABC):
@@ -145,10 +140,10 @@ class NormBound(Robust):
         total = sum(c.weight for c in contributions)
         factors = [_rounded(min(1.0, bound / norm) if norm else 1.0) for norm in norms]
         weights = [c.weight / total * f for c, f in zip(contributions, factors, strict=True)]
-        return _sum(contributions, weights)
+        return sum_up(contributions, weights)
 
 
-def _sum(contributions: Iterable[Contribution], weights: Sequence[float]) -> list[Tensor]:
+def sum_up(contributions: Iterable[Contribution], weights: Sequence[float]) -> list[Tensor]:
     """Add up one contribution after the other; none of them need be there at once."""
     merged: list[Tensor] = []
     for contribution, weight in zip(contributions, weights, strict=True):

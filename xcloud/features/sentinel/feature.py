@@ -10,28 +10,6 @@ from xcloud.job.job import PipelineJob
 from xcloud.pipeline.pipeline import BoundaryPorts
 from xcloud.pipeline.trainer import Trainer
 from xcloud.rank.feature import BuiltRank, Feature, FeatureAtRank
-from xcloud.rank.role import RankContext
-
-
-class DepartureWatch(Feature):
-    """Wherever a boundary between stages leaves a cloud, an eye on sudden departures."""
-
-    def is_used(self, job: PipelineJob) -> bool:
-        layout = job.cluster
-        return any(layout.leaves_cloud(stage) for stage in range(layout.num_stages - 1))
-
-    def at_rank(self, context: RankContext[PipelineJob]) -> FeatureAtRank:
-        return _AtRank()
-
-
-def on_departure(job: PipelineJob) -> OnDeparture:
-    """Return what the job does at a departure, by its setting or else by who owns its clouds."""
-    given = job.security.on_departure
-    if given is not None:
-        return given
-    if job.cluster.is_on_one_machine:
-        return "ignore"
-    return "alarm"
 
 
 class _AtRank(FeatureAtRank):
@@ -50,3 +28,23 @@ class _AtRank(FeatureAtRank):
             reporter=built.context.reporter,
             on_departure=on_departure(job),
         )
+
+
+class DepartureWatch(Feature):
+    """Wherever a boundary between stages leaves a cloud, an eye on sudden departures."""
+
+    at_work = _AtRank
+
+    def is_used(self, job: PipelineJob) -> bool:
+        layout = job.cluster
+        return any(layout.leaves_cloud(stage) for stage in range(layout.num_stages - 1))
+
+
+def on_departure(job: PipelineJob) -> OnDeparture:
+    """Return what the job does at a departure, by its setting or else by who owns its clouds."""
+    given = job.security.on_departure
+    if given is not None:
+        return given
+    if job.cluster.is_on_one_machine:
+        return "ignore"
+    return "alarm"

@@ -8,10 +8,7 @@ from typing import Any
 from xcloud.record.events import Event
 from xcloud.record.feature_figures import FeatureFigure, Row
 
-
-def _departures(events: list[Event]) -> dict[str, Any]:
-    names = ("step", "sender", "peer", "stream", "statistic", "value", "usual", "deviation")
-    return {"departures": [{name: event[name] for name in names} for event in events]}
+_TOLD = ("step", "sender", "peer", "stream", "statistic", "value", "usual", "deviation")
 
 
 def _rows(summary: Mapping[str, Any]) -> Iterator[Row]:
@@ -37,7 +34,7 @@ def _notice(event: Event) -> str:
 
 DEPARTURES = FeatureFigure(
     kinds=("departure",),
-    in_summary=_departures,
+    in_summary=lambda events: {"departures": [{n: one[n] for n in _TOLD} for one in events]},
     rows=_rows,
     metrics=_metrics,
     notice=_notice,

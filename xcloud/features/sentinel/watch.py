@@ -124,7 +124,8 @@ class Sentinel(Hook):
         cloud = self._layout.cloud_of(stream.sender)
         said = (
             f"step {step}: what rank {stream.sender} ({cloud}) sends, {stream.name}, has changed "
-            f"suddenly: {departure.in_words}"
+            f"suddenly: {departure.statistic} {departure.value:.3g}, usual is "
+            f"{departure.usual:.3g} ± {departure.deviation:.2g}"
         )
         if self._on_departure == "stop":
             raise FrameError(f"{said}; security.on_departure=stop ends the run")

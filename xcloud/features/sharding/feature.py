@@ -138,14 +138,13 @@ class ShardingAtRank(FeatureAtRank):
     """The sharders of the stages of one rank."""
 
     def __init__(self, context: RankContext[PipelineJob]) -> None:
-        self._device = context.device
-        self._note = context.reporter.note
+        super().__init__(context)
         self._sharders: dict[int, Sharder] = {}
         # Before any stage is built, so that the process gives back blocks that were whole.
         return_freed_memory(context.device, num_bytes=_LARGE_BYTES)
 
     def build_context(self, stage: int, group: RankGroup, context: BuildContext) -> BuildContext:
-        sharder = Sharder(group, device=self._device, note=self._note)
+        sharder = Sharder(group, self.context.device, note=self.context.reporter.note)
         self._sharders[stage] = sharder
         return replace(context, deal=sharder.block)
 

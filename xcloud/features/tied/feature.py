@@ -44,6 +44,7 @@ JoinEnds = Callable[[Wiring, ClusterLayout, torch.device, str], Join]
 """Returns what joins a rank to the other end of the pipeline, over lines of a name."""
 
 
+@dataclass(eq=False)
 class TiedEnds(Feature):
     """A sum of the gradients of one matrix over both ends of a pipeline.
 
@@ -51,8 +52,7 @@ class TiedEnds(Feature):
         (features/replicas/links.py).
     """
 
-    def __init__(self, join_ends: JoinEnds) -> None:
-        self._join_ends = join_ends
+    join_ends: JoinEnds
 
     uses = (
         FeatureUse(
@@ -78,14 +78,15 @@ class TiedEnds(Feature):
                 )
 
     def at_rank(self, context: RankContext[PipelineJob]) -> FeatureAtRank:
-        return TiedEndsAtRank(self._join_ends)
+        return TiedEndsAtRank(context, self.join_ends)
 
 
-@dataclass
 class TiedEndsAtRank(FeatureAtRank):
     """The tied ends of one rank, which may hold an end or none."""
 
-    join_ends: JoinEnds
+    def __init__(self, context: RankContext[PipelineJob], join_ends: JoinEnds) -> None:
+        super().__init__(context)
+        self.join_ends = join_ends
 
     def hook(self, built: BuiltRank, trainer: Trainer) -> TiedGradients | None:
         job = built.context.job

@@ -6,12 +6,10 @@ from collections.abc import Callable
 
 from xcloud.features.two_buffered.schedule import TwoBuffered
 from xcloud.features.two_buffered.trainer import TwoBufferedPipeline, TwoBufferedTrainer
-from xcloud.job.job import PipelineJob
 from xcloud.job.needs import FeatureUse, no_noise, one_pipeline, plain, untied_ends, whole_stages
 from xcloud.pipeline.pipeline import Pipeline
 from xcloud.pipeline.trainer import Trainer
 from xcloud.rank.feature import Feature, FeatureAtRank
-from xcloud.rank.role import RankContext
 
 one_pass = plain(
     lambda job: job.training.accumulate_steps > 1,
@@ -25,8 +23,22 @@ nothing_taken_back = plain(
 )
 
 
+class OverlappedUpdatesAtRank(FeatureAtRank):
+    """Builds the pipeline and the trainer whose updates overlap."""
+
+    changes_each_gradient = True  # two updates add gradients, so no sum may begin in a backward
+
+    def pipeline(self, make: Callable[..., Pipeline]) -> Callable[..., Pipeline]:
+        return TwoBufferedPipeline
+
+    def trainer(self, make: Callable[..., Trainer]) -> Callable[..., Trainer]:
+        return TwoBufferedTrainer
+
+
 class OverlappedUpdates(Feature):
     """Updates of which the next begins before the one in front of it has ended."""
+
+    at_work = OverlappedUpdatesAtRank
 
     uses = (
         FeatureUse(
@@ -43,18 +55,3 @@ class OverlappedUpdates(Feature):
             without="choose schedule=gpipe or one_forward_one_backward",
         ),
     )
-
-    def at_rank(self, context: RankContext[PipelineJob]) -> FeatureAtRank:
-        return OverlappedUpdatesAtRank()
-
-
-class OverlappedUpdatesAtRank(FeatureAtRank):
-    """Builds the pipeline and the trainer whose updates overlap."""
-
-    changes_each_gradient = True  # two updates add gradients, so no sum may begin in a backward
-
-    def pipeline(self, make: Callable[..., Pipeline]) -> Callable[..., Pipeline]:
-        return TwoBufferedPipeline
-
-    def trainer(self, make: Callable[..., Trainer]) -> Callable[..., Trainer]:
-        return TwoBufferedTrainer

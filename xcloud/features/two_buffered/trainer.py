@@ -38,12 +38,13 @@ class WeightCopy:
     """The weights that one of the two updates under way computes with, and its gradients.
 
     modules: the copies of the stages. They share every tensor that is not trained.
+    pairs: each trained parameter of the stages with its copy.
     """
 
     def __init__(self, stages: Mapping[int, Stage]) -> None:
         self.modules: dict[int, Stage] = {}
         self.buffers: dict[int, FlatBuffer] = {}
-        self._originals: dict[int, list[nn.Parameter]] = {}
+        self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
         for number, stage in stages.items():
             shared = [p for p in stage.parameters() if not p.requires_grad]
             tensors = [*shared, *stage.buffers()]
@@ -53,33 +54,13 @@ class WeightCopy:
             module.train()
             self.modules[number] = module
             self.buffers[number] = FlatBuffer(module.parameters())
-            self._originals[number] = [p for p in stage.parameters() if p.requires_grad]
-
-    def give_gradients(self) -> None:
-        """Let the optimizers of the original weights see this copy's gradients."""
-        for number, buffer in self.buffers.items():
-            for original, own in zip(self._originals[number], buffer.parameters, strict=True):
-                original.grad = own.grad
+            originals = (p for p in stage.parameters() if p.requires_grad)
+            self.pairs += zip(originals, self.buffers[number].parameters, strict=True)
 
     @torch.no_grad()
     def keep_originals(self) -> None:
-        for original, own in self._pairs:
+        for original, own in self.pairs:
             own.copy_(original)
-
-    @torch.no_grad()
-    def look_ahead(self) -> None:
-        """Turn the weights w before an update, which were kept, into w' + (w' - w)."""
-        for original, own in self._pairs:
-            # In place, with the original now at w: -w' + 2 w.
-            own.neg_().add_(original, alpha=2)
-
-    @property
-    def _pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        return [
-            pair
-            for number, buffer in self.buffers.items()
-            for pair in zip(self._originals[number], buffer.parameters, strict=True)
-        ]
 
     def state_dict(self) -> State:
         return {name: copy_of(value) for name, value in self._named.items()}
@@ -174,8 +155,9 @@ class TwoBufferedTrainer(Trainer):
         hooks.begin(step)
         window = self._window
         # The window has a part of the next batch, or it is drained: then the same actions are
-        # done, later.
-        if self._goes_ahead(step):
+        # done, later. All ranks decide alike.
+        ends_here = self.settings.is_evaluated(step) or step >= self.settings.max_steps
+        if not ends_here and self._held_signal is Signal.GO_ON:
             self._fetch(step + 1)
         else:
             window = this_part(window, self.schedule.num_micro_batches)
@@ -205,14 +187,10 @@ class TwoBufferedTrainer(Trainer):
         weights = self._copies[step % 2]
         weights.keep_originals()
         super()._step_optimizers(learning_rate, step)
-        weights.look_ahead()
-
-    def _goes_ahead(self, step: int) -> bool:
-        """Return whether the next update's micro-batches begin before this update has ended. All
-        ranks answer alike."""
-        is_evaluated = self.settings.is_evaluated(step)
-        is_last = step >= self.settings.max_steps
-        return not (is_evaluated or is_last) and self._held_signal is Signal.GO_ON
+        with torch.no_grad():
+            for original, own in weights.pairs:
+                # The copy has the weights w before the update: it becomes w' + (w' - w), in place.
+                own.neg_().add_(original, alpha=2)
 
     def _fetch(self, step: int) -> None:
         """Take the batch of an update, whose gradients are zero from now on."""
@@ -255,7 +233,8 @@ class TwoBufferedTrainer(Trainer):
         weights = self._copies[step % 2]
         # Optimizers know the original parameters only; hooks and exchange know `stages` and
         # `work`.
-        weights.give_gradients()
+        for original, own in weights.pairs:
+            original.grad = own.grad
         self.feed.work = self._batches[step].work
         self.stages = {
             number: replace(stage, buffer=weights.buffers[number])

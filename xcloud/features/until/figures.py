@@ -6,13 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from xcloud.base.units import human_seconds
-from xcloud.record.events import Event
 from xcloud.record.feature_figures import FeatureFigure, Row
-
-
-def _in_summary(events: list[Event]) -> dict[str, Any]:
-    reached = events[-1]
-    return {"target": reached["target"], "steps_to_target": int(reached["step"])}
 
 
 def _rows(summary: Mapping[str, Any]) -> Iterator[Row]:
@@ -25,12 +19,17 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[Row]:
     yield "steps to target", str(steps), remark
 
 
-def _metrics(summary: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    for name in ("steps_to_target", "time_to_target_s"):
-        if summary.get(name) is not None:
-            yield name, float(summary[name])
-
-
 TARGET = FeatureFigure(
-    kinds=("target",), in_summary=_in_summary, rows=_rows, metrics=_metrics, is_of_steps=True
+    kinds=("target",),
+    in_summary=lambda events: {
+        "target": events[-1]["target"],
+        "steps_to_target": int(events[-1]["step"]),
+    },
+    rows=_rows,
+    metrics=lambda summary: (
+        (name, float(summary[name]))
+        for name in ("steps_to_target", "time_to_target_s")
+        if summary.get(name) is not None
+    ),
+    is_of_steps=True,
 )

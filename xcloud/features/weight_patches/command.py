@@ -122,7 +122,7 @@ def _keep_current(
         elif arguments.once:
             if follower.is_behind:
                 raise DataError(f"{follower.problems[-1]}")
-            if not follower.has_weights:
+            if not follower.weights:
                 raise DataError(f"there are no weights in {url} yet")
             return
         else:

@@ -24,7 +24,6 @@ from xcloud.line.mailbox import ObjectStore
 from xcloud.net.link import CONTROL, LinkName, LinkRecord
 from xcloud.pipeline.trainer import Trainer
 from xcloud.rank.feature import BuiltRank, Feature, FeatureAtRank
-from xcloud.rank.role import RankContext
 
 URL = "training.patches.url"
 
@@ -54,8 +53,44 @@ one_place = need(
 )
 
 
+class WritingAtRank(FeatureAtRank):
+    """The writer of one rank; a stage of several ranks is written by the first of them."""
+
+    def observer(self, built: BuiltRank, trainer: Trainer) -> PatchWriter | None:
+        context = built.context
+        job = context.job
+        patches = job.training.patches
+        stages = [
+            WrittenStage(number, module)
+            for number, module in built.stages.items()
+            # The other ranks of a stage have the same weights.
+            if built.wiring.groups[number].leads
+        ]
+        if not stages:
+            return None
+        url = patches.url
+        if url is None:
+            # One machine plays all clouds: their run folders are one (see `one_place`).
+            url = str(context.run_dir)
+        rank = context.rank
+        record = LinkRecord(LinkName(CONTROL, rank, receiver=rank), to=followers(job))
+        # Objects go over no link of the pipeline, but they leave the cloud: the audit counts them.
+        built.wiring.ends.records.append(record)
+        return PatchWriter(
+            stages,
+            plan=WriteTiming(patches.every, patches.whole_every, last_step=job.max_steps),
+            store=PatchStore(ObjectStore(url, setting=URL), protect=_protection(job, rank)),
+            about={"run": name_of(job), "attempt": context.verdict.attempt},
+            data=built.data,
+            reporter=context.reporter,
+            record=record,
+        )
+
+
 class WeightPatches(Feature):
     """Weights that a run writes for workers elsewhere."""
+
+    at_work = WritingAtRank
 
     uses = (
         FeatureUse(
@@ -94,9 +129,6 @@ class WeightPatches(Feature):
                 how_often=f"every {patches.every} updates",
             )
 
-    def at_rank(self, context: RankContext[PipelineJob]) -> FeatureAtRank:
-        return WritingAtRank()
-
 
 def name_of(job: PipelineJob) -> str:
     """Return what a run is called in its objects, whatever a resume may change."""
@@ -106,40 +138,6 @@ def name_of(job: PipelineJob) -> str:
 def followers(job: PipelineJob) -> str:
     """Return who has the weights, in words."""
     return job.training.patches.reader or "followers"
-
-
-class WritingAtRank(FeatureAtRank):
-    """The writer of one rank; a stage of several ranks is written by the first of them."""
-
-    def observer(self, built: BuiltRank, trainer: Trainer) -> PatchWriter | None:
-        context = built.context
-        job = context.job
-        patches = job.training.patches
-        stages = [
-            WrittenStage(number, module)
-            for number, module in built.stages.items()
-            # The other ranks of a stage have the same weights.
-            if built.wiring.groups[number].leads
-        ]
-        if not stages:
-            return None
-        url = patches.url
-        if url is None:
-            # One machine plays all clouds: their run folders are one (see `one_place`).
-            url = str(context.run_dir)
-        rank = context.rank
-        record = LinkRecord(LinkName(CONTROL, rank, receiver=rank), to=followers(job))
-        # Objects go over no link of the pipeline, but they leave the cloud: the audit counts them.
-        built.wiring.ends.records.append(record)
-        return PatchWriter(
-            stages,
-            plan=WriteTiming(patches.every, patches.whole_every, last_step=job.max_steps),
-            store=PatchStore(ObjectStore(url, setting=URL), protect=_protection(job, rank)),
-            about={"run": name_of(job), "attempt": context.verdict.attempt},
-            data=built.data,
-            reporter=context.reporter,
-            record=record,
-        )
 
 
 def _protection(job: PipelineJob, rank: int) -> Protect:

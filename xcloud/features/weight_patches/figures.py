@@ -46,17 +46,15 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[Row]:
         yield "weight patches", str(found["num_patches"]), remark
 
 
-def _metrics(summary: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    for name, value in summary.get(NAME, {}).items():
-        if value is not None:
-            yield f"{NAME}.{name}", float(value)
-
-
 WEIGHTS = FeatureFigure(
     kinds=("weights_written",),
     in_summary=_summed,
     rows=_rows,
-    metrics=_metrics,
+    metrics=lambda summary: (
+        (f"{NAME}.{name}", float(value))
+        for name, value in summary.get(NAME, {}).items()
+        if value is not None
+    ),
     is_of_steps=True,
     reported={
         "weights_written": "step:whole stage:whole num_bytes:whole is_whole:whole "

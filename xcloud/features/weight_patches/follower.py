@@ -48,6 +48,7 @@ class Follower:
     """The weights of a run as far as they have been followed.
 
     run: its name.
+    weights: the weights of each stage; empty as long as there are none.
     problems: what is wrong with objects that are there, in words. Such an object is not read
         again; another way around it, such as a later snapshot, is waited for.
     is_behind: the last look found newer weights that nothing leads to.
@@ -61,14 +62,10 @@ class Follower:
         self._run = run
         self._num_stages = num_stages
         self._last_step = last_step
-        self._weights: dict[int, StageWeights] = {}
+        self.weights: dict[int, StageWeights] = {}
         self._refused: set[WeightObject] = set()
         self.problems: list[str] = []
         self.is_behind = False
-
-    @property
-    def has_weights(self) -> bool:
-        return bool(self._weights)
 
     @property
     def has_lost_the_end(self) -> bool:
@@ -99,7 +96,7 @@ class Follower:
             # Taken over for all stages at once or not at all: a folder never has stages of two
             # steps.
             if (found := self._taken(route, there, missing)) is not None:
-                self._weights = found
+                self.weights = found
                 self.is_behind = False
                 return self._news(route, there)
 
@@ -107,24 +104,24 @@ class Follower:
         """Return the tensors of all stages, by name, which share the follower's memory."""
         return {
             name: tensor_of(bits)
-            for _, weights in sorted(self._weights.items())
+            for _, weights in sorted(self.weights.items())
             for name, bits in weights.tensors.items()
         }
 
     @property
     def architecture(self) -> Mapping[str, Any]:
         """The architecture of the last stage."""
-        return self._weights[self._num_stages - 1].architecture
+        return self.weights[self._num_stages - 1].architecture
 
     @property
     def files(self) -> Mapping[str, bytes]:
         """The files beside the weights, of all stages."""
-        return {k: v for weights in self._weights.values() for k, v in weights.files.items()}
+        return {k: v for weights in self.weights.values() for k, v in weights.files.items()}
 
     def _at(self) -> dict[int, At]:
         return {
             stage: (weights.head.attempt, weights.head.step)
-            for stage, weights in self._weights.items()
+            for stage, weights in self.weights.items()
         }
 
     def _taken(
@@ -134,7 +131,7 @@ class Follower:
         there any more though it was listed, and then is put into `missing`."""
         found: dict[int, StageWeights] = {}
         for stage, objects in route.objects.items():
-            weights = self._weights.get(stage)
+            weights = self.weights.get(stage)
             for one in objects:
                 try:
                     data = self._store.get(there[one])
@@ -172,7 +169,7 @@ class Follower:
             num_bytes=sum(there[one].num_bytes for one in objects),
             num_patches=len(objects) - num_snapshots,
             num_snapshots=num_snapshots,
-            is_last=all(weights.head.is_last for weights in self._weights.values()),
+            is_last=all(weights.head.is_last for weights in self.weights.values()),
         )
 
     def _note_gap(self, there: Mapping[WeightObject, Stored]) -> None:
