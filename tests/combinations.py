@@ -372,7 +372,7 @@ def run(
     ranks = range(job.cluster.num_ranks)
     settings = Settings(job, {})
     held = {
-        r: RankCheckpoints.of(job, r, run_dir, settings.compared).table()
+        r: RankCheckpoints(CheckpointFolder(run_dir), r, job.places, settings.compared).table()
         for r in job.roster.saving
     }
     step, _ = newest_common(held, str)

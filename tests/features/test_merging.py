@@ -198,7 +198,7 @@ def averagers_of(rank: Rank) -> list[Averager]:
     held = rank.trainer.exchange
     if isinstance(held, LocalRounds):
         return [fragment.averager for fragment in held._fragments]
-    return [held._averager]  # type: ignore[attr-defined]
+    return [held.averager]  # type: ignore[attr-defined]
 
 
 @dataclass

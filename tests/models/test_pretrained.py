@@ -42,7 +42,7 @@ def test_the_packaged_tokenizer_reads_pairs_as_bert_does(tmp_path: Path) -> None
     tokenizer = PretrainedTokenizer("minilm").prepare([], tmp_path)
     assert tokenizer.num_separators == 1
     assert (tokenizer.token_ids.bos, tokenizer.token_ids.eos) == (101, 102)
-    [(ids, offsets)] = tokenizer.encode_with_offsets(["Unaffable  men"])
+    [(ids, offsets)] = tokenizer.reader.encode_with_offsets(["Unaffable  men"])
     assert tokenizer.encode(["Unaffable  men"]) == [ids]
     assert offsets[0][0] == 0 and offsets[-1] == (11, 14)
 

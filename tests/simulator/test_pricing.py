@@ -339,7 +339,7 @@ def test_only_a_change_that_makes_a_step_clearly_shorter_is_advice(share: float)
     priced = replace(pricer.price(own), step_s=2.0, spent_s={"link a-b": 1.5})
     ranked = Ranked([priced], priced, (2.0 * share, other), 2, 2)
 
-    assert ranked.advice_to_own == ADVICE[share]
+    assert ranked.advice(None) == ADVICE[share]
 
 
 TWO = ClusterLayout({"a": Cloud(), "b": Cloud()}, LinkProfile(100e6, 0.01))

@@ -158,7 +158,7 @@ def test_no_special_piece_in_a_text_becomes_a_special_token(kind: str) -> None:
     for piece in special.values():
         for way in WAYS:
             text = way.format(piece)
-            (ids,), ((same, spans),) = made.encode([text]), made.encode_with_offsets([text])
+            (ids,), ((same, spans),) = made.encode([text]), made.reader.encode_with_offsets([text])
             assert not {*ids} & (special.keys() - unknown), (text, ids)
             assert same == ids and all(0 <= a <= b <= len(text) for a, b in spans)
             if kind != "WordLevel" and not {*text} & {"\u0301", "\n"}:  # all are known
@@ -172,7 +172,7 @@ def test_texts_without_special_pieces_are_cut_as_the_tokenizer_itself_cuts_them(
     texts = ["use the tag", "", " the  use", "a < b", "tag/the"]
     theirs = made.backend.encode_batch(texts, add_special_tokens=False)
     assert made.encode(texts) == [encoding.ids for encoding in theirs]
-    assert made.encode_with_offsets(texts) == [(e.ids, e.offsets) for e in theirs]
+    assert made.reader.encode_with_offsets(texts) == [(e.ids, e.offsets) for e in theirs]
 
 
 @pytest.mark.parametrize("kind", BACKENDS)

@@ -55,22 +55,24 @@ def joined(*trees: StateTree) -> StateTree:
 class StatefulTree:
     """An object with stateful children, values of its own, or both.
 
-    A subclass returns its children by name, and lists its own values in `own_names`; it overrides
-    `own` and `take` for those that are no whole numbers. Saving and restoring stand here only.
+    A subclass names the attributes that are its children in `child_names`, or returns children by
+    other names, and lists its own values in `own_names`; it overrides `own` and `take` for those
+    that are no whole numbers. Saving and restoring stand here only.
 
         class Trainer(StatefulTree):
             own_names = ("step",)
-
-            def children(self) -> StateTree:
-                return {"network": self._network, "exchange": self._exchange}
+            child_names = ("network", "exchange")
     """
 
     own_names: Collection[str] = ()
     """What may stand before the first dot in the keys of the object's own values."""
 
+    child_names: Collection[str] = ()
+    """The attributes that are stateful children, or None."""
+
     def children(self) -> StateTree:
-        """Return the stateful children by name; by default there are none."""
-        return {}
+        """Return the stateful children by name."""
+        return {name: getattr(self, name) for name in self.child_names}
 
     def own(self) -> State:
         """Return the object's own values, without its children's."""

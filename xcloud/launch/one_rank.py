@@ -59,7 +59,9 @@ def join(
     """
     held = {}
     if CheckpointSteps(run_dir).steps():
-        held = RankCheckpoints.of(job, rank, run_dir, table["setting"]).table()
+        held = RankCheckpoints(
+            CheckpointFolder(run_dir), rank, job.places, table["setting"]
+        ).table()
     rendezvous = find_others()
     return rendezvous, agree(job, rendezvous, mine=table, held=held, newest=newest_common)
 

@@ -194,7 +194,9 @@ class AbNet(EncoderDecoder):
         head = frozen.head
         if head is None or embeddings is None:
             if self.word_adapters and embeddings is not None:
-                embeddings.adapt_words()
+                # A second vector of each word, trained and zero at first.
+                zeros_VH = torch.zeros_like(embeddings.words.weight)
+                embeddings.word_adapter = nn.Embedding(*zeros_VH.shape, _weight=zeros_VH)
             ids = context.vocabularies.get(SOURCE)
             return RowsStage(
                 architecture=made,

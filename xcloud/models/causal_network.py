@@ -29,7 +29,7 @@ from xcloud.base.settings import Positive, between, settings
 from xcloud.base.wording import check
 from xcloud.contracts.architecture import check_sizes
 from xcloud.models.document_attention import ATTENTION, Documents, attend
-from xcloud.models.experts import ExpertAdapters, Experts, experts_in, separate_experts
+from xcloud.models.experts import ExpertAdapters, Experts, experts_in
 from xcloud.models.frozen_weights import (
     DTYPES,
     PACKED,
@@ -261,9 +261,12 @@ def laid_out(config: Any, part: Part) -> Any:
         if number not in part.blocks:
             blocks[number] = Elsewhere()
         elif kind.experts:
-            with torch.device("meta"):
+            mixture = getattr(blocks[number], "mlp", None)
+            # Some blocks of a mixture are dense.
+            if (theirs := getattr(mixture, "experts", None)) is not None:
                 # On the meta device, too: experts get memory with their block.
-                separate_experts(blocks[number], kind.experts)
+                with torch.device("meta"):
+                    cast(Any, mixture).experts = Experts(theirs, kind.experts)
     if not part.is_first:
         for name in (kind.embeddings, *kind.first):
             setattr(base, name, Elsewhere())

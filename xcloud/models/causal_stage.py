@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Protocol, cast
+from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import torch
 from pydantic import Field
@@ -319,15 +319,6 @@ def _by_document(losses: Tensor, guessed: Tensor, packing: Packing) -> tuple[Ten
     return nats, owners.bincount(minlength=num_documents)
 
 
-class LogitCap(Protocol):
-    """A bound on the size of logits. The slope is taken of capped logits, which the backward
-    computes again."""
-
-    def of(self, logits: Tensor) -> Tensor: ...
-
-    def slope(self, capped: Tensor) -> Tensor: ...
-
-
 class TanhCap(NamedTuple):
     """bound * tanh(x / bound), as in Gemma 2."""
 
@@ -351,6 +342,11 @@ class RootCap(NamedTuple):
     def slope(self, capped: Tensor) -> Tensor:
         # Rounding may lift a huge logit's cap above the bound.
         return (1 - (capped / self.bound) ** 2).clamp_(min=0) ** 1.5
+
+
+LogitCap = TanhCap | RootCap
+"""A bound on the size of logits. The slope is taken of capped logits, which the backward computes
+again."""
 
 
 def cap_of(config: Any) -> LogitCap | None:
@@ -504,13 +500,10 @@ class NextTokenPretraining(Descent):
                 label_BS = flat[places_BS + 1]
                 yield {TEXT: text_BS, TYPES: torch.zeros_like(text_BS), LABEL: label_BS}
 
-        def loss_of(batch: dict[str, Tensor]) -> Tensor:
-            return cast(Tensor, stage(None, batch).loss) / batch[LABEL].numel()
-
         steps = self.descend(
             stage,
             batches=windows(),
-            loss_of=loss_of,
+            loss_of=lambda batch: cast(Tensor, stage(None, batch).loss) / batch[LABEL].numel(),
             report=report,
             score=lambda: f"loss {mean:.3f}",
             unfinished=unfinished,

@@ -266,12 +266,7 @@ class Embeddings(nn.Module):
         self.types = nn.Embedding(config.type_vocab_size, config.hidden)
         self.norm = nn.LayerNorm(config.hidden, config.layer_norm_eps)
         self.dropout = nn.Dropout(config.dropout)
-        self.word_adapter: nn.Embedding | None = None
-
-    def adapt_words(self) -> None:
-        """Add a second vector to each word's, trained and zero at first."""
-        zeros_VH = torch.zeros_like(self.words.weight)
-        self.word_adapter = nn.Embedding(len(zeros_VH), zeros_VH.shape[1], _weight=zeros_VH)
+        self.word_adapter: nn.Embedding | None = None  # a second vector of each word (AbNet)
 
     def forward(self, ids_R: Tensor, packing: Packing, types_R: Tensor | None = None) -> Tensor:
         """[R] -> [R, H]. types_R: None means all 0."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -170,14 +170,6 @@ class Experts(nn.Module):
         # order.
         in_place = weighted[order.argsort()]
         return torch.unflatten(in_place, 0, chosen_Rk.shape).sum(1).to(rows_RH.dtype)
-
-
-def separate_experts(block: nn.Module, names: Sequence[str]) -> None:
-    """Put Experts in place of the experts of a block, if it has any."""
-    # Some blocks of a mixture are dense, and blocks of other stages stand for nothing.
-    theirs = getattr(getattr(block, "mlp", None), "experts", None)
-    if theirs is not None:
-        cast(Any, block).mlp.experts = Experts(theirs, names)
 
 
 def experts_in(block: nn.Module, prefix: str = "") -> list[tuple[str, Experts]]:

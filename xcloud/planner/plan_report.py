@@ -154,7 +154,7 @@ class Report:
 
     @cached_property
     def own_row(self) -> dict[str, Any]:
-        return self.row(self.ranked.own, advice=self.ranked.advice_to_own)
+        return self.row(self.ranked.own, advice=self.ranked.advice(None))
 
     @property
     def best_count(self) -> AtCount | None:

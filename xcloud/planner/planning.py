@@ -18,7 +18,6 @@ from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import Phased
 from xcloud.feature_list import all_features
 from xcloud.job.config import Settings, build
-from xcloud.job.job import PipelineJob
 from xcloud.job.misfits import announce
 from xcloud.layout import ClusterLayout
 from xcloud.pipeline.schedule import GPipe, Schedule
@@ -240,7 +239,14 @@ class Planner:
             compressions=names,
             varies=varies,
             schedules=schedules,
-            allows=self._allows,
+            allows=lambda strategy, compression, schedule: (
+                not self._refusal(
+                    cluster=self.cluster,
+                    strategy=self.arranged[strategy].strategy,
+                    compression=self.candidates[compression],
+                    schedule=schedule,
+                )
+            ),
         )
 
     @property
@@ -252,12 +258,6 @@ class Planner:
         if not isinstance(model, FreelyCut) or not model.num_blocks(length):
             return []
         return model.block_counts(self.arranged[own].num_stages, max_length=length)
-
-    def _allows(self, strategy: str, compression: str, schedule: Schedule) -> bool:
-        return not self._refusal(
-            cluster=self.cluster, strategy=self.arranged[strategy].strategy,
-            compression=self.candidates[compression], schedule=schedule,
-        )  # fmt: skip
 
     def _refusal(self, **changed: Any) -> str:
         """Return why the job cannot be run so; empty if it can."""
@@ -283,6 +283,10 @@ class Planner:
         """Return every strategy that the cluster, the task and who may see what allow."""
         own = self.job.strategy
         found = dict[str, Arranged]()
+        fields = {cloud: self.job.fields_of_cloud(cloud) for cloud in self.job.cluster.clouds}
+        # Labels do not count. Texts that only one cloud has would have to cross.
+        texts = [of - {LABEL} for of in fields.values()]
+        apart = any(a - b and b - a for a, b in combinations(texts, 2))
         others = self.plan.strategies if "strategy" in self.plan.search else {}
         for name, strategy in {**others, own.name: own}.items():
             try:
@@ -301,18 +305,10 @@ class Planner:
                 continue
             if layout.num_replicas == 1 and strategy.averaging is not None:
                 self.not_planned[name] = "there is one replica, so nothing is averaged"
-            elif self._takes_texts_elsewhere(other):
+            elif apart and any(other.fields_of_cloud(cloud) - of for cloud, of in fields.items()):
                 self.not_planned[name] = (
                     "each of two clouds has texts that the other has not, and would need these"
                 )
             else:
                 found[name] = Arranged(strategy, layout)
         return found or {own.name: Arranged(strategy=own, layout=self.job.cluster)}
-
-    def _takes_texts_elsewhere(self, other: PipelineJob) -> bool:
-        """Return whether two clouds hold texts of their own, no labels, and one would get more."""
-        own = {cloud: self.job.fields_of_cloud(cloud) for cloud in self.job.cluster.clouds}
-        # Labels do not count. Texts that only one cloud has would have to cross.
-        texts = [fields - {LABEL} for fields in own.values()]
-        apart = any(a - b and b - a for a, b in combinations(texts, 2))
-        return apart and any(other.fields_of_cloud(cloud) - own[cloud] for cloud in own)

@@ -114,14 +114,24 @@ class Ranked:
     num_plans: int
     num_simulated: int
 
-    def advice(self, place: int) -> str:
-        """Return the one change that makes a plan of `best` fastest, else a remedy for what bounds
-        it."""
-        return _advice(self.best[place], others=[(p.step_s, p.plan) for p in self.best[:place]])
+    def advice(self, place: int | None) -> str:
+        """Return the one change that makes a plan fastest, else a remedy for what bounds it.
 
-    @property
-    def advice_to_own(self) -> str:
-        return _advice(self.own, others=[] if self.near_own is None else [self.near_own])
+        place: the plan's place in `best`; None: the job's own plan.
+        """
+        if place is None:
+            mine = self.own
+            others = [] if self.near_own is None else [self.near_own]
+        else:
+            mine = self.best[place]
+            others = [(faster.step_s, faster.plan) for faster in self.best[:place]]
+        # The fastest that differs in one thing comes first.
+        for step_s, other in others:
+            changed = _changes(mine.plan, other)
+            if len(changed) == 1 and step_s < WORTH * mine.step_s:
+                return f"{changed[0]}: {1 - step_s / mine.step_s:.0%} less"
+        remedies = (text for begins, text in REMEDIES.items() if mine.bound.startswith(begins))
+        return next(remedies, "-")
 
 
 def splits_of(
@@ -386,13 +396,3 @@ def _changes(mine: Plan, other: Plan) -> list[str]:
         if getattr(mine, name) != getattr(other, name):
             changes.append(f"{name.replace('_', '-')} {getattr(other, name)}")
     return changes
-
-
-def _advice(mine: Priced, others: Sequence[tuple[float, Plan]]) -> str:
-    # The fastest that differs in one thing comes first.
-    for step_s, other in others:
-        changed = _changes(mine.plan, other)
-        if len(changed) == 1 and step_s < WORTH * mine.step_s:
-            return f"{changed[0]}: {1 - step_s / mine.step_s:.0%} less"
-    remedies = (text for begins, text in REMEDIES.items() if mine.bound.startswith(begins))
-    return next(remedies, "-")

@@ -129,6 +129,10 @@ class TourPilot(Switching):
     def finish(self) -> None:
         feed = self._trainer.feed
         rank = self._trainer.pipeline.rank
+        moments = optimizer_bytes(self._trainer.optimizers)
+        held = self._memory.describe(self._trainer.pipeline.stages.values(), moments)
+        # What a plan counts by kind itself; what is left is the program and its work space.
+        planned = held["parameters"] + held["gradients"] + held["optimizer"] + scratch_bytes()
         head = {"event": "timeline", "rank": rank, "cloud": self._layout.cloud_of(rank)}
         facts = {
             "events": [
@@ -141,17 +145,9 @@ class TourPilot(Switching):
                         for name, shape in meter.trained.items()},
             "num_samples": feed.plan.num_samples,
             "tokens_per_sample": feed.work.num_tokens / max(1, feed.work.num_own),
-            "other_bytes": self._other_bytes(),
+            "other_bytes": self._memory.bytes_beside(planned) + self._work_space.num_bytes,
         }  # fmt: skip
         self._file.write_text(json.dumps(facts), encoding="utf-8")
-
-    def _other_bytes(self) -> int:
-        """Return the memory that the rank takes beside what is planned by kind."""
-        moments = optimizer_bytes(self._trainer.optimizers)
-        held = self._memory.describe(self._trainer.pipeline.stages.values(), moments)
-        # What a plan counts by kind itself; what is left is the program and its work space.
-        tensors = held["parameters"] + held["gradients"] + held["optimizer"] + scratch_bytes()
-        return self._memory.bytes_beside(tensors) + self._work_space.num_bytes
 
 
 class StageMeter:

@@ -127,6 +127,8 @@ class FeatureAtRank:
     """Sees what other replicas contribute to averages."""
     guard: MakeGuard | None = None
     """Changes what this replica contributes to averages."""
+    resumed: str = ""
+    """A note for the user when a run resumes from a checkpoint; empty: no note."""
 
     def __init__(self, context: RankContext[PipelineJob]) -> None:
         self.context = context
@@ -170,7 +172,3 @@ class FeatureAtRank:
         """Return what looks at an update without a state. Called after the hooks of all features
         and after evaluation."""
         return None
-
-    def resume(self) -> str:
-        """Return a note for the user when a run resumes from a checkpoint; empty: no note."""
-        return ""

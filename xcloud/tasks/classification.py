@@ -44,7 +44,7 @@ from xcloud.tasks.rows import (
     name_of,
     read,
 )
-from xcloud.tasks.scores import MEANINGS, LabelKind, label_scores, metrics_of
+from xcloud.tasks.scores import MEANINGS, LabelKind, label_scores
 from xcloud.tasks.sources import (
     HubTable,
     InFolder,
@@ -69,7 +69,7 @@ class Classification(TextTask):
     kind: the kind of label. classes = a class of each sample; value = a number.
     name: "classification" for texts of your own, or a benchmark, which has classes and scores.
     classes: the names of classes in label order; None: taken from the training labels.
-    metrics: the names of scores, main one first; None: the defaults of the kind (metrics_of).
+    metrics: the names of scores, main one first; None: the defaults of the kind (`scores`).
     text_columns, label_column: the names of columns; None: the usual ones.
     tokenizer: a public tokenizer, the same in every cloud that reads text.
     """
@@ -130,7 +130,15 @@ class Classification(TextTask):
 
     @property
     def scores(self) -> Sequence[str]:
-        return metrics_of(self.known.kind, names=self.known.metrics)
+        """The names of the scores: those that are given, or accuracy for classes and both
+        correlations for values."""
+        kind = self.known.kind
+        names = self.known.metrics
+        there = MEANINGS[kind]
+        if unknown := [name for name in names or () if name not in there]:
+            said = f"{unknown[0]!r} is not a score for {kind}; choose from {', '.join(there)}"
+            raise ConfigError(f"task.metrics: {said}")
+        return names or (("accuracy",) if kind == "classes" else tuple(there))
 
     def check_tables(self, tables: SplitTables) -> None:
         """Raise DataError if the tables cannot be used. Reads the labels, too: what is wrong with

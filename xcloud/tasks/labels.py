@@ -256,7 +256,7 @@ class Benchmark:
 
     classes: the classes in label order; None for values, and where only the training labels show
         them.
-    metrics: the names of the metrics; None: the defaults of the kind (metrics_of).
+    metrics: the names of the metrics; None: the defaults of the kind (Classification.scores).
     num_texts: the numbers of texts that a sample may have.
     files, hub_splits: the sets that make up a split, with their part names.
     synonyms: other words for a class that its files have.

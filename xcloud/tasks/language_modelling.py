@@ -227,7 +227,7 @@ class CausalTokenizer:
         self.token_ids = TokenIds(
             size=len(pretrained), pad=NO_TOKEN, bos=first, eos=eos, mask=NO_TOKEN
         )
-        self._reader = TextReader(
+        self.reader = TextReader(
             backend=pretrained.backend_tokenizer, special=pretrained.all_special_ids
         )
         self.vocabularies = {"text": self.token_ids}
@@ -267,14 +267,9 @@ class CausalTokenizer:
                 )
         return found
 
-    @property
-    def unknown(self) -> int | None:
-        """The id of what the vocabulary lacks, if there is one."""
-        return self._reader.unknown
-
     def lost(self, texts: Iterable[str]) -> list[str]:
         """Return a remark on characters of texts that no token stands for, if there are any."""
-        if not (found := self._reader.lost(texts)):
+        if not (found := self.reader.lost(texts)):
             return []
         shown = listed([quoted(char) for char, _ in found.most_common(5)])
         said = f"{found.total():,} characters are lost, for which {self._name} has no token"
@@ -321,7 +316,7 @@ class CausalTokenizer:
             written = self.render([question, answer], ask=False, where="end of a turn")
         except DataError:  # it wants other turns: then the end of a text has to do
             return None
-        after = self._reader.encode_written([written.rpartition(content)[2]])[0]
+        after = self.reader.encode_written([written.rpartition(content)[2]])[0]
         # Some checkpoints mark the end of a turn as special without naming it among their special
         # tokens (<|eot_id|>).
         added = self._pretrained.added_tokens_decoder
@@ -385,7 +380,11 @@ class CausalTokenizer:
         if ends:
             said = "continue after their last answer: what follows it is not learned"
             remarks.append(f"{split}: {ends:,} of {len(chats):,} chats {said}")
-        if empty := sum(_is_empty(message) for chat in chats for message in chat.messages):
+        answers = [m for chat in chats for m in chat.messages if m["role"] == "assistant"]
+        # They say, call and think nothing.
+        if empty := sum(
+            not (one["content"].strip() or any(one.get(key) for key in MEANT)) for one in answers
+        ):
             said = "answers are empty: the model learns to end at once"
             remarks.append(f"{split}: {empty:,} {said}")
         unwritten = sorted(num.keys() - written)
@@ -413,7 +412,7 @@ class CausalTokenizer:
     def texts(self, texts: Sequence[str]) -> list[Document]:
         """Return texts as documents: begin token (where there is one), text, end token, all to be
         guessed."""
-        found = [[*self._first, *ids, self.token_ids.eos] for ids in self._reader.encode(texts)]
+        found = [[*self._first, *ids, self.token_ids.eos] for ids in self.reader.encode(texts)]
         return [Document(ids, learned=[True] * len(ids)) for ids in found]
 
     def chat(
@@ -469,7 +468,7 @@ class CausalTokenizer:
     def _cut_into_tokens(self, pieces: Sequence[tuple[str, bool]]) -> Document:
         """Return prompts and answers in turn, each with whether it is to be guessed, as one
         document."""
-        encoded = self._reader.encode_written([text for text, _ in pieces])
+        encoded = self.reader.encode_written([text for text, _ in pieces])
         learned = [flag for ids, (_, flag) in zip(encoded, pieces, strict=True) for _ in ids]
         return Document(ids=[*chain.from_iterable(encoded)], learned=learned)
 
@@ -478,8 +477,8 @@ class CausalTokenizer:
         is split into tokens as it is when a model continues it."""
         # Special pieces in a plain text are text, here as in `texts`: only chat templates write
         # special tokens.
-        escaped = [self._reader.escape(text) for text in (prompt, answer)]
-        asked, answered = self._reader.encode_written(escaped)
+        escaped = [self.reader.escape(text) for text in (prompt, answer)]
+        asked, answered = self.reader.encode_written(escaped)
         given = [*self._first, *asked]
         guessed = [*answered, self.token_ids.eos]
         return Document(
@@ -512,11 +511,11 @@ class CausalTokenizer:
 
         begins: true to put the begin token before it, if there is one.
         """
-        return [*(self._first if begins else ()), *self._reader.encode([text])[0]]
+        return [*(self._first if begins else ()), *self.reader.encode([text])[0]]
 
     def encode_written(self, text: str) -> list[int]:
         """Return the tokens of what `render` has written, which may end in a plain text."""
-        return self._reader.encode_written([text])[0]
+        return self.reader.encode_written([text])[0]
 
     @cached_property
     def _writes_begin(self) -> bool:
@@ -560,9 +559,9 @@ class CausalTokenizer:
         given: the input of the template beside the messages: tools, documents.
         """
         # What a user wrote is escaped, keys too, and what the template adds is not.
-        plain = [self._reader.escape(dict(message)) for message in messages]
+        plain = [self.reader.escape(dict(message)) for message in messages]
         how = {**self._pretrained.special_tokens_map, "add_generation_prompt": ask}
-        how |= self._reader.escape(dict(given))
+        how |= self.reader.escape(dict(given))
         try:
             template = self._pretrained.get_chat_template()
             text, dated = template_process().render(
@@ -971,12 +970,6 @@ def _lacking_each(chat: Chat) -> Iterator[tuple[str, Chat]]:
             yield key, Chat([*messages[:number], lacking, *messages[number + 1 :]], given)
     for key in given:
         yield key, Chat(messages, {name: one for name, one in given.items() if name != key})
-
-
-def _is_empty(message: Mapping[str, Any]) -> bool:
-    """Return whether a message is an answer that says, calls and thinks nothing."""
-    says = message["content"].strip() or any(message.get(key) for key in MEANT)
-    return message["role"] == "assistant" and not says
 
 
 def _row(table: RowTable, number: int) -> str:

@@ -176,7 +176,7 @@ class Windows:
         truncated to max_question. stride: tokens between the starts of consecutive windows."""
         # A paragraph is encoded once for all its questions.
         contexts = list(dict.fromkeys(asked.texts["context"]))
-        encoded = dict(zip(contexts, tokenizer.encode_with_offsets(contexts), strict=True))
+        encoded = dict(zip(contexts, tokenizer.reader.encode_with_offsets(contexts), strict=True))
         questions = tokenizer.encode(asked.texts["question"])
         room = max_length - PairTable.num_special(True, num_separators=tokenizer.num_separators)
         made = []

@@ -124,9 +124,6 @@ class RowTable(Protocol):
     def columns(self) -> list[str]:
         """Return the names of the columns. May read a file's first line."""
 
-    def check(self) -> None:
-        """Raise DataError if its form is not what its name says. Reads its beginning only."""
-
     def rows(
         self, columns: Sequence[str], keys: str, optional: Sequence[str] = ()
     ) -> Iterable[tuple[Any, ...]]:
@@ -281,6 +278,7 @@ class Source(ABC):
 
     rows: ClassVar[str] = ""  # the one kind of rows that it has; "": any of one language
     names_columns: ClassVar[bool] = True  # whether somebody chose their names
+    title: ClassVar[str] = ""  # its short name; "": where it is
 
     @property
     def is_public(self) -> bool:
@@ -292,9 +290,9 @@ class Source(ABC):
     def where(self, form: Form) -> str:
         """Return the location, for messages."""
 
-    @abstractmethod
     def source_name(self, form: Form) -> str:
         """Return a short name, without reading anything."""
+        return self.title or self.where(form)
 
     @abstractmethod
     def find(self, form: Form) -> SplitTables:
@@ -436,9 +434,6 @@ class Given:
     def columns(self) -> list[str]:
         return list(self.cells)
 
-    def check(self) -> None:
-        """Do nothing: its cells were made here."""
-
     def rows(
         self, columns: Sequence[str], keys: str, optional: Sequence[str] = ()
     ) -> list[tuple[Any, ...]]:
@@ -459,14 +454,10 @@ class Demo(Source):
 
     names_columns = False
     is_public = True
-    title: ClassVar[str]
     order: ClassVar[Sequence[DataSplit]] = SPLITS  # in which splits take their rows
 
     def where(self, form: Form) -> str:
         return "demo"
-
-    def source_name(self, form: Form) -> str:
-        return self.title
 
     def check_source(self, form: Form) -> None:
         """Do nothing: demo texts are part of the package."""

@@ -17,8 +17,6 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from xcloud.base.errors import ConfigError
-
 LabelKind = Literal["classes", "value"]
 Vector = NDArray[np.float64]
 Measure = Callable[[Vector], float]
@@ -43,15 +41,6 @@ MEANINGS: Mapping[LabelKind, Mapping[str, str]] = {
         "spearman": "Spearman rank correlation, times 100",
     },
 }
-
-
-def metrics_of(kind: LabelKind, names: Sequence[str] | None) -> Sequence[str]:
-    """The names, or those of the kind: accuracy for classes, both correlations for values."""
-    there = MEANINGS[kind]
-    if unknown := [name for name in names or () if name not in there]:
-        said = f"{unknown[0]!r} is not a score for {kind}; choose from {', '.join(there)}"
-        raise ConfigError(f"task.metrics: {said}")
-    return names or (("accuracy",) if kind == "classes" else tuple(there))
 
 
 def ratio_error(above: ArrayLike, below: ArrayLike) -> float:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain, groupby, zip_longest
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, cast
 
 from xcloud.base.bounded import MAX_LINE, MAX_WHOLE, BoundedLines, parsed_json, read_json
 from xcloud.base.errors import ConfigError, DataError
@@ -114,6 +114,7 @@ class TextFile:
         return str(self.path)
 
     def check(self) -> None:
+        """Raise DataError if its form is not what its name says. Reads its beginning only."""
         for path in self.paths.values():
             check_is_text(path)
         if self.kind != "text":
@@ -294,6 +295,13 @@ class InFolder(Source):
     def source_name(self, form: Form) -> str:
         return f"files in {Path(self.path).expanduser().resolve().name}"
 
+    def check_source(self, form: Form) -> SplitTables:
+        """Raise DataError if a file is missing, or its form is not what its name says."""
+        found = self.find(form)
+        for table in chain.from_iterable(chain(*of.values()) for of in found.tables.values()):
+            cast(TextFile, table).check()
+        return found
+
 
 @settings("task.data", kw_only=True)
 class Folder(InFolder):
@@ -471,9 +479,6 @@ class HubTable:
                 return self._names
             return self._inside
 
-    def check(self) -> None:
-        """Do nothing: `datasets` reads its form."""
-
     def rows(
         self, columns: Sequence[str], keys: str, optional: Sequence[str] = ()
     ) -> Iterator[tuple[Any, ...]]:
@@ -539,9 +544,6 @@ class OnHub(Source):
 
     def where(self, form: Form) -> str:
         return self.dataset or form.hub
-
-    def source_name(self, form: Form) -> str:
-        return self.where(form)
 
     def check(self, form: Form) -> None:
         super().check(form)

@@ -142,7 +142,8 @@ class TextReader:
         """
         # Each beginning of the chat is encoded as a whole. If the ids of a shorter one are those
         # that the whole begins with, no token reaches over a border.
-        named = [self._named(segment) for segment in segments]
+        named = [self._literal.sub(lambda match: self._names[match[0]], s) for s in segments]
+        named = [self._veiled.sub(lambda match: self._literals[int(match[1])], s) for s in named]
         grown = self.encode([*accumulate(named)])
         whole = grown[-1]
         if all(ids == whole[: len(ids)] for ids in grown):
@@ -155,10 +156,6 @@ class TextReader:
             else:
                 found[-1].append(token)
         return found
-
-    def _named(self, text: str) -> str:
-        text = self._literal.sub(lambda match: self._names[match[0]], text)
-        return self._veiled.sub(lambda match: self._literals[int(match[1])], text)
 
 
 def _rename(model: dict[str, Any], names: dict[str, str]) -> None:

@@ -154,8 +154,6 @@ class TextTask(ABC):
         # A source that returns no tables (the hub, demo texts) has looked at them itself, or is
         # read by the ranks alone.
         if (tables := self.data.check_source(self.form)) is not None:
-            for table in chain.from_iterable(chain(*of.values()) for of in tables.tables.values()):
-                table.check()
             self.check_tables(tables)
             self.check_content(tables)
         if self.shared_tokenizer is not None:
@@ -168,13 +166,6 @@ class TextTask(ABC):
     def check_content(self, tables: SplitTables) -> None:  # noqa: B027
         """Raise DataError for texts that every rank would refuse, where finding them takes
         seconds."""
-
-    def check_rows(self, rows: Mapping[DataSplit, int]) -> None:
-        """Raise DataError if the row counts are not as the settings say."""
-        if self.sizes is not None and dict(self.sizes) != dict(rows):
-            there = ", ".join(f"{split}: {rows[split]}" for split in SPLITS)
-            said = f"task.sizes differ from the data, which has {{{there}}}"
-            raise DataError(f"{self.describe()}: {said}")
 
     def agreed_settings(self) -> dict[str, object]:
         """Return what the fingerprint has beside name, max_length, row counts and corpus: nothing
@@ -324,8 +315,7 @@ def check_visible(field: str, there: Iterable[str]) -> None:
 class Tokenized:
     """The tokenizers of the visible text fields."""
 
-    def __init__(self, tokenizers: Mapping[str, Any]) -> None:
-        self._tokenizers = tokenizers
+    _tokenizers: Mapping[str, Any]
 
     @property
     def vocabularies(self) -> dict[str, TokenIds]:
@@ -374,7 +364,10 @@ class View(Tokenized, Generic[T]):
         # Fields that a rank may not see are dropped here, whatever its task has read.
         self._columns = {name: column for name, column in columns.items() if name in fields}
         self._tokenizers = {name: made for name, made in tokenizers.items() if name in fields}
-        task.check_rows(self._rows)
+        if task.sizes is not None and dict(task.sizes) != self._rows:
+            there = ", ".join(f"{split}: {self._rows[split]}" for split in SPLITS)
+            said = f"task.sizes differ from the data, which has {{{there}}}"
+            raise DataError(f"{task.describe()}: {said}")
         self._remarks = [*corpus.remarks, *remarks]
         self._agreed = corpus.agreed
         # A rank without fields has read no row, so it has nothing to compare.
@@ -383,7 +376,9 @@ class View(Tokenized, Generic[T]):
             for split, column in by_split.items():
                 if isinstance(column, TokenTable):
                     self._digests[f"tokens of {name} of {split}"] = column.content_digest
-                    unknown = self._tokenizers[name].unknown if name in self._tokenizers else None
+                    unknown = None
+                    if name in self._tokenizers:
+                        unknown = self._tokenizers[name].reader.unknown
                     if unknown is not None and (num := column.count(unknown)):
                         said = f"{num:,} of {column.num_tokens:,} tokens of {name} are unknown"
                         self._remarks.append(f"{split}: {said} to its tokenizer")
@@ -595,12 +590,14 @@ class PairTable:
         self.second_at: list[int] = []
 
         def rows() -> Iterator[list[int]]:
-            for pair in pairs:
-                first, second = cut_pair(*pair, room)
-                row = [special.bos, *first, *[special.eos] * self._num_separators]
+            for first, second in pairs:
+                # The shorter text may use half of the room plus what the longer leaves. The second
+                # gets what the first leaves, so a short first text costs nothing.
+                kept = min(len(first), max(room - len(second), room - room // 2))
+                row = [special.bos, *first[:kept], *[special.eos] * self._num_separators]
                 self.second_at.append(len(row))
                 # The separator in `row` ends a single text.
-                yield row if seconds is None else [*row, *second, special.eos]
+                yield row if seconds is None else [*row, *second[: room - kept], special.eos]
 
         self.tokens = TokenTable(rows=rows(), pad=special.pad)
         self.tokens.num_cut = sum(len(first) + len(second) > room for first, second in pairs)
@@ -633,12 +630,3 @@ class PairTable:
         # `start` is behind bos, the first text and its separators.
         first = row[1 : start - self._num_separators]
         return [first] if start == len(row) else [first, row[start:-1]]
-
-
-def cut_pair(
-    first: Sequence[int], second: Sequence[int], room: int
-) -> tuple[Sequence[int], Sequence[int]]:
-    """Cut a pair to the room: the shorter text may use half of it plus what the longer leaves."""
-    # The second text gets what the first leaves of the room, so a short first text costs nothing.
-    kept = min(len(first), max(room - len(second), room - room // 2))
-    return first[:kept], second[: room - kept]

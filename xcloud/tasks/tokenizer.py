@@ -71,22 +71,11 @@ class Tokenizer:
     num_separators: int = 1
 
     @cached_property
-    def _reader(self) -> TextReader:
+    def reader(self) -> TextReader:
         return TextReader(backend=self.backend, special=self.special)
 
-    @property
-    def unknown(self) -> int | None:
-        """The id of what the vocabulary lacks, if there is one."""
-        return self._reader.unknown
-
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        return self._reader.encode(texts)
-
-    def encode_with_offsets(
-        self, texts: Sequence[str]
-    ) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        """Ids, and for each its half-open character span in the text."""
-        return self._reader.encode_with_offsets(texts)
+        return self.reader.encode(texts)
 
     def decode(self, ids: Iterable[int]) -> str:
         kept = []

@@ -142,16 +142,11 @@ class Translation(TextTask):
         return TranslationData(task=self, corpus=corpus, fields=fields)
 
 
-def learnable(corpus: Corpus, key: str) -> list[str]:
-    """All that may be learned from one side: of the training pairs, and further texts."""
-    return [*corpus.splits["train"].texts[key], *corpus.further[key]]
-
-
 class TranslationText(Tokenized):
     """Encode and decode the available sides; needs no corpus."""
 
     def __init__(self, tokenizers: Mapping[str, Tokenizer], max_length: int) -> None:
-        super().__init__(tokenizers)
+        self._tokenizers = tokenizers
         self._max_length = max_length
 
     @staticmethod
@@ -181,7 +176,8 @@ class TranslationData(View[Translation], TranslationText):
         cache_dir = in_project(task.cache_dir)
         # A tokenizer sees what training sees and nothing of dev and test.
         tokenizers = {
-            k: one.prepare(learnable(corpus, key=k), cache_dir) for k, one in choices.items()
+            key: one.prepare([*corpus.splits["train"].texts[key], *corpus.further[key]], cache_dir)
+            for key, one in choices.items()
         }
         # View's constructor has other arguments, so both are called by name.
         TranslationText.__init__(self, tokenizers, task.max_length)

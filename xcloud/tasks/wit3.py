@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from xml.sax.saxutils import unescape
 
@@ -39,6 +39,7 @@ class Wit3(InFolder):
     """
 
     rows = "sentence pairs"
+    title = "IWSLT (WIT3)"
     dev: Sequence[str] = ("dev2010",)
     test: Sequence[str] = ("tst2010", "tst2011", "tst2012")
 
@@ -49,9 +50,6 @@ class Wit3(InFolder):
                 raise ConfigError(
                     f"task.data: {name!r} is part of a file name, so without / and spaces"
                 )
-
-    def source_name(self, form: Form) -> str:
-        return "IWSLT (WIT3)"
 
     def find(self, form: Form) -> SplitTables:
         top, (a, b) = Path(self.where(form)), form.languages
@@ -68,13 +66,13 @@ class Wit3(InFolder):
                 'of release "2014-01" from the WIT3 site of FBK (wit3.fbk.eu), and set '
                 "task.data.path to the folder with train.tags.*; nothing is downloaded"
             )
-        tables: Tables = {
-            "train": {
-                "": [
-                    TextFile(name=f"train.tags.{pair}", kind="lines", paths=train, read=_untagged)
-                ]
-            }
-        }
+        train_file = TextFile(
+            name=f"train.tags.{pair}",
+            kind="lines",
+            paths=train,
+            read=lambda path: (_clean(s) for s in read_lines(path) if not TAGGED.match(s)),
+        )
+        tables: Tables = {"train": {"": [train_file]}}
         # An empty list leaves a split to be held out of train.
         chosen: dict[DataSplit, Sequence[str]] = {"dev": self.dev, "test": self.test}
         for split, sets in chosen.items():
@@ -100,10 +98,6 @@ def _set(folder: Path, name: str, pair: str) -> TextFile:
             "archive (release 2014-01). To omit a set remove it from dev or test of task.data"
         )
     return TextFile(name=f"{name}.{pair}", kind="lines", paths=paths, read=_segments)
-
-
-def _untagged(path: Path) -> Iterator[str]:
-    return (_clean(line) for line in read_lines(path) if not TAGGED.match(line))
 
 
 def _segments(path: Path) -> list[str]:

@@ -353,7 +353,7 @@ def _resume(built: BuiltRank, features: Features, trainer: Trainer) -> None:
     """Join the other ranks in a run that resumes. Compare replicas that must be equal."""
     context = built.context
     if context.rank == 0:
-        for said in filter(None, (feature.resume() for feature in features)):
+        for said in filter(None, (feature.resumed for feature in features)):
             context.reporter.note(said)
     built.wiring.barrier()  # another cloud may load longer than a message may take
     if context.job.places.is_merged(trainer.num_updates):

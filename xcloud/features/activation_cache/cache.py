@@ -8,6 +8,7 @@ D features.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,15 +36,15 @@ from xcloud.record.reporter import Reporter
 MEGABYTE = 1_000_000
 
 
+@dataclass(eq=False)
 class ActivationCache:
     """The list of samples that the receiver keeps: those that come first and fit into max_bytes.
     Each end has its own; both see the same messages in the same order, so they stay equal."""
 
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self.num_bytes = 0
-        self.refused: set[int] = set()
-        self._ids: set[int] = set()
+    max_bytes: int
+    num_bytes: int = 0
+    refused: set[int] = field(default_factory=set)
+    _ids: set[int] = field(default_factory=set)
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -207,16 +208,16 @@ class CachingPipeline(Pipeline):
         return work
 
 
+@dataclass
 class CacheReport(Hook):
     """The hook that reports what a rank's activation caches kept."""
 
-    def __init__(self, channels: Iterable[object], reporter: Reporter) -> None:
-        self._caches = [c.kept for c in channels if isinstance(c, CachingChannel)]
-        self._reporter = reporter
+    channels: Iterable[object]
+    reporter: Reporter
 
     def finish(self) -> None:
-        if self._caches:
-            self._reporter.note(describe(self._caches))
+        if caches := [c.kept for c in self.channels if isinstance(c, CachingChannel)]:
+            self.reporter.note(describe(caches))
 
 
 def samples_at(samples: Samples, positions: Tensor) -> dict[str, Tensor]:

@@ -93,6 +93,8 @@ class CachingAtRank(FeatureAtRank):
         super().__init__(context)
         job = context.job
         self._has_boundary = bool(job.cached_boundaries)
+        if self._has_boundary:
+            self.resumed = "the activation cache is not checkpointed: cached rows cross again"
         self._caches = activation_caches(
             job.cluster,
             boundaries=job.boundaries,
@@ -111,11 +113,6 @@ class CachingAtRank(FeatureAtRank):
             return None
         channels = built.wiring.boundaries.channels.values()
         return CacheReport(channels, reporter=built.context.reporter)
-
-    def resume(self) -> str:
-        if not self._has_boundary:
-            return ""
-        return "the activation cache is not checkpointed: cached rows cross again"
 
 
 class ActivationCaching(Feature):

@@ -21,6 +21,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -41,16 +42,18 @@ _MAX_OPEN = 16  # checkpoints of which a rank may report before all have
 _OF_RANK_0 = (CheckpointMessage.EVERY, CheckpointMessage.AGREED, CheckpointMessage.LOST)
 
 
+@dataclass
 class Ledger:
     """The account that rank 0 keeps of the checkpoints that are being saved.
 
     Reports come in any thread, also before rank 0 itself begins.
     """
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._expected: dict[int, frozenset[int]] = {}  # ranks that save, by step
-        self._reports: dict[int, dict[int, bool]] = {}  # by step and rank: whether it has its part
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    # The ranks that save, by step.
+    _expected: dict[int, frozenset[int]] = field(default_factory=dict)
+    # By step and rank: whether it has its part.
+    _reports: dict[int, dict[int, bool]] = field(default_factory=dict)
 
     def begin(self, step: int, ranks: Collection[int]) -> None:
         """Expect reports of these ranks on the checkpoint of this step."""
@@ -295,7 +298,7 @@ class Checkpointer(Hook):
         elif message is CheckpointMessage.AGREED:
             self.writer.later(lambda: self._agree(step))
         elif message is CheckpointMessage.LOST:
-            self.writer.later(lambda: self.writer.folder.delete_lost(step, self.rank))
+            self.writer.later(partial(self.writer.folder.delete_lost, step, self.rank))
         elif reports := self._ledger.report(
             peer, step, is_written=message is CheckpointMessage.DONE
         ):
@@ -306,7 +309,7 @@ class Checkpointer(Hook):
             else:
                 verdict = CheckpointMessage.LOST
                 others = self._others
-                self.writer.later(lambda: self.writer.folder.delete_lost(step, self.rank))
+                self.writer.later(partial(self.writer.folder.delete_lost, step, self.rank))
             for other in sorted(others - {0}):
                 with contextlib.suppress(LinkError):  # it is gone, and its part is there
                     self._tell(other, step=step, message=verdict)
@@ -339,13 +342,13 @@ class Checkpointer(Hook):
             )
 
 
+@dataclass
 class Notes:
     """The reports of a rank on its checkpoints, made by the training thread only."""
 
-    def __init__(self, reporter: Reporter) -> None:
-        self.reporter = reporter
-        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._noted: set[str] = set()
+    reporter: Reporter
+    _calls: queue.SimpleQueue[Callable[[], None]] = field(default_factory=queue.SimpleQueue)
+    _noted: set[str] = field(default_factory=set)
 
     def later(self, call: Callable[[], None]) -> None:
         """Have `flush` make the call. May be called in any thread."""

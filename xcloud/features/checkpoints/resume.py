@@ -26,7 +26,6 @@ from xcloud.feature_settings import OUTCOMES
 from xcloud.features.checkpoints.common_step import newest_common
 from xcloud.job.compared import as_text
 from xcloud.job.config import Settings
-from xcloud.job.job import Job
 from xcloud.job.strategy import ModelPlacement
 from xcloud.rank.saving import InputDigests
 from xcloud.record.checkpoint_files import CheckpointFolder
@@ -227,12 +226,6 @@ class RankCheckpoints:
     rank: int
     places: ModelPlacement
     settings: Mapping[str, str]
-
-    @classmethod
-    def of(
-        cls, job: Job, rank: int, run_dir: Path, settings: Mapping[str, str]
-    ) -> RankCheckpoints:
-        return cls(CheckpointFolder(run_dir), rank, job.places, settings)
 
     def table(self, is_thorough: bool = True) -> dict[str, str]:
         """Return by step what this rank holds, for the comparison of all ranks.
@@ -449,8 +442,9 @@ def check_can_go_on(settings: Settings, run_dir: Path, anew: bool = False) -> No
     """
     job = settings.job
     compared = settings.compared
+    folder = CheckpointFolder(run_dir)
     holders = {
-        rank: RankCheckpoints.of(job, rank, run_dir, compared) for rank in job.roster.saving
+        rank: RankCheckpoints(folder, rank, job.places, compared) for rank in job.roster.saving
     }
     first = holders[min(holders)]
     if too_short := first.done_beyond(job.max_steps):

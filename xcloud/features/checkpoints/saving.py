@@ -141,7 +141,7 @@ class CheckpointWriter:
         self._buffer = SnapshotBuffer()
         self.is_writing = self._is_prepared = False
         self._is_needed_now = threading.Event()  # the buffer, however far it is
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="checkpoints", daemon=True)
         self._thread.start()
 
@@ -184,7 +184,7 @@ class CheckpointWriter:
 
         self.later(write)
 
-    def later(self, job: Callable[[], None]) -> None:
+    def later(self, job: Callable[[], object]) -> None:
         self._jobs.put(job)
 
     def wait(self, is_urgent: bool = True) -> None:

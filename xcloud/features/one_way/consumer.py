@@ -42,7 +42,6 @@ class ConsumerRun(StatefulTree):
         self._rank = rank
         self._part = part
         self._leads = rank.rank == 0
-        self._names = job.cluster.producers
         batches = job.training.batches_per_step
         self.plan = ConsumptionPlan(
             layout=job.cluster,
@@ -93,7 +92,7 @@ class ConsumerRun(StatefulTree):
         job = self._rank.job
         last = self._rank.job.max_steps
         if self._leads:
-            self._rank.reporter.note(f"waiting for {', '.join(self._names)} to be ready")
+            self._rank.reporter.note(f"waiting for {', '.join(self.plan.names)} to be ready")
         for step in range(self.num_updates + 1, last + 1):
             self.num_updates = step
             self._clock.begin_step(step)
@@ -176,7 +175,7 @@ class ConsumerRun(StatefulTree):
             if now is Presence.DEAD:
                 self._lose(p, before=before, why=why_gone, checkpoints=checkpoints)
         if all(state is Presence.DEAD for state in self.plan.state):
-            names = ", ".join(self._names)
+            names = ", ".join(self.plan.names)
             raise LinkClosed(f"no producer is left: {names} are gone (step {step})")
 
     def _lose(self, p: int, before: Presence, why: str, checkpoints: Saver) -> None:
@@ -185,7 +184,7 @@ class ConsumerRun(StatefulTree):
         Until now a checkpoint needed its shard: the plan counted on its batches.
         """
         rank = self._rank
-        name = self._names[p]
+        name = self.plan.names[p]
         if self._leads:
             for lost in rank.job.cluster.ranks_in(name):
                 rank.control.out.pop(lost, None)

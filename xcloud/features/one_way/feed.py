@@ -137,6 +137,7 @@ class ConsumptionPlan(StatefulTree):
         needs it.
     numbers: the number of the last batch ordered, by source. The first is 1.
     ordered, consumed: the batches ordered and consumed, by source and rank of the consumer.
+    names: the names of the producers.
     turns: the number of batches that each producer is owed.
     promised: the value of Order.num_planned that was sent with each order, by producer and number.
     slots: the sources of the next batches, by rank of the consumer.
@@ -152,6 +153,7 @@ class ConsumptionPlan(StatefulTree):
         self.per_consumer = batches_per_step // self.num_consumers  # batches of a step
         self.state = [Presence.ABSENT] * len(layout.producers)
         self.has_started = False  # all were ready once
+        self.names = layout.producers
         self.producer_of = layout.producer_of
         self._sources = layout.sources
         self._shares = layout.shares

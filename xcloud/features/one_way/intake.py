@@ -290,7 +290,7 @@ class Intake:
             mine.consumed[one.source, self.group_rank] += 1
         for source, number in late.items():
             mine.skipped[source, self.group_rank] = number
-            self.skipped[self._names[self.plan.producer_of[source]]] += number
+            self.skipped[self.plan.names[self.plan.producer_of[source]]] += number
         self.used += arrived
         return arrived
 
@@ -332,13 +332,9 @@ class Intake:
             self.producer(step, p, state=Presence.ACTIVE, what="sends again")
         self._noted_slow = slow
 
-    @property
-    def _names(self) -> Sequence[str]:
-        return self.job.cluster.producers
-
     def producer(self, step: int, p: int, state: Presence, what: str) -> None:
         if self.group_rank == 0:
-            name = self._names[p]
+            name = self.plan.names[p]
             self.reporter.event("producer", producer=name, state=state.name.lower(), step=step)
             self.reporter.note(f"producer {name} {what} (step {step})")
 
@@ -351,7 +347,7 @@ class Intake:
         if now is Presence.DEAD:
             what = f"is gone ({why_gone})"
             if self.job.feed.on_dead != "stop":
-                others = ", ".join(self._names[q] for q in self.plan.active if q != p)
+                others = ", ".join(self.plan.names[q] for q in self.plan.active if q != p)
                 what += f"; {others} take over its share" if others else "; nobody else feeds"
         self.producer(step, p, state=now, what=what)
 
@@ -367,7 +363,7 @@ class Intake:
         line_s: dict[str, float] = {}
         layout = self.job.cluster
         for arrived in self.used if layout.crosses_clouds else ():
-            name = self._names[arrived.producer]
+            name = self.plan.names[arrived.producer]
             fed_bytes[name] += arrived.num_bytes
             # Seconds that an emulated line was busy; of a real one only the bytes are known.
             if (profile := layout.wan_of(name, there=layout.consumer).profile) is not None:
@@ -377,7 +373,7 @@ class Intake:
             "step_s": round(self.clock.end_step(), 6),
             **{kind: round(seconds, 6) for kind, seconds in self.clock.seconds.items()},
             "sent": {"forward": fed_bytes.total(), "other": other_bytes - self._other_bytes},
-            "taken": Counter(self._names[arrived.producer] for arrived in self.used),
+            "taken": Counter(self.plan.names[arrived.producer] for arrived in self.used),
             "skipped": self.skipped,
             "fed_bytes": fed_bytes,
             "line_s": line_s,

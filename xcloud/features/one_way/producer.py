@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from xcloud.base.errors import FrameError, LinkError
-from xcloud.comm.state import State, Stateful, StatefulTree, whole_number
+from xcloud.comm.state import State, StatefulTree, whole_number
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.one_way import Fed, Producer
 from xcloud.features.one_way.feed import NOBODY, Order, packed, unpacked
@@ -64,7 +64,7 @@ class OrderBook:
         self.is_stopped = False
         self._last = 0  # number ordered
         self._for_nobody = set[int]()  # of these some rank may still want the batch
-        self._waiting = queue.SimpleQueue[Order | SaveNow | LinkError | None]()
+        self.waiting = queue.SimpleQueue[Order | SaveNow | LinkError | None]()
 
     def begin_after(self, number: int, for_nobody: Collection[int] = ()) -> None:
         """Begin after batch `number`, which was made before the run resumed.
@@ -112,20 +112,16 @@ class OrderBook:
             raise FrameError(f"a stop of {len(frame.parts)} parts, or a second one")
         self.is_stopped = True
         # Past the bound of `_put`: a stop must get in however many orders wait.
-        self._waiting.put(None)
+        self.waiting.put(None)
 
     def take_save(self, frame: Frame) -> None:
         """Take a request to save after everything that was ordered so far."""
         self._put(SaveNow(step=frame.key.step, code=code_of(frame, peer=0)))
 
-    def take_end(self, reason: LinkError) -> None:
-        """Take the end of the link."""
-        self._waiting.put(reason)
-
     def _put(self, item: Order | SaveNow) -> None:
-        if self._waiting.qsize() >= self.max_waiting:
+        if self.waiting.qsize() >= self.max_waiting:
             raise FrameError(f"more than {self.max_waiting} orders that are not begun")
-        self._waiting.put(item)
+        self.waiting.put(item)
 
     def next(self, may_drop: bool) -> Order | SaveNow | None:
         """Return the next order or request; None if no more is wanted.
@@ -134,7 +130,7 @@ class OrderBook:
         Raises the reason where the link has ended.
         """
         with self.consumer.awaiting(f"orders after batch {self._last}"):
-            item = self._waiting.get()
+            item = self.waiting.get()
         # The flag is set by the link's thread ahead of what waits in the queue.
         if may_drop and self.is_stopped:
             return None
@@ -151,12 +147,13 @@ class ProducerRun(StatefulTree):
     """
 
     own_names = ("number", "num_planned", "kept", "payloads")
+    child_names = ("part", "guard")
 
     def __init__(self, rank: ProducerRank, part: Producer, name: str) -> None:
         self._rank = rank
         self.part = part
         self.name = name
-        self._guard = rank.divergence_guard()
+        self.guard = rank.divergence_guard()
         module = part.parameters_module
         self._buffer = None if module is None else FlatBuffer(module.parameters())
         self._clock = StepClock()
@@ -190,9 +187,6 @@ class ProducerRun(StatefulTree):
                 return is_stopped
             is_stopped = order.code == CheckpointMessage.SAVE_AND_STOP
             checkpoints.after(order.step, Signal.STOP if is_stopped else Signal.CHECKPOINT)
-
-    def children(self) -> dict[str, Stateful]:
-        return {"part": self.part, "guard": self._guard}
 
     def own(self) -> State:
         """Return this rank's own state, between two batches."""
@@ -245,7 +239,7 @@ class ProducerRun(StatefulTree):
             is_finite = self._buffer.has_finite_squares()  # of the sums, so alike in all ranks
         if not is_finite:
             what = f"the loss or gradient of batch {number} of producer {self.name!r}"
-            note = self._guard.skip_update(number, what)
+            note = self.guard.skip_update(number, what)
             if group.leads:
                 self._rank.reporter.event("skipped_update", cloud=self.name, step=number)
                 self._rank.reporter.note(note)
@@ -295,7 +289,8 @@ class ProducerRank(OneWayRank):
             Kind.ORDER: self.orders.take_orders, Kind.STOP: self.orders.take_stop,
             Kind.CHECKPOINT: self.orders.take_save,
         }  # fmt: skip
-        self.incoming("orders", 0, handlers, self.orders.take_end)
+        # The end of the link comes behind what was ordered before it.
+        self.incoming("orders", 0, handlers, on_end=self.orders.waiting.put)
 
     def send(self, consumer: int, number: int, payload: Tensor) -> None:
         key = MessageKey(kind=Kind.BATCH, step=number)

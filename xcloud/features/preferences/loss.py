@@ -6,6 +6,7 @@ Shapes: B pairs in a micro-batch, each of two documents, the chosen answer first
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 
 import torch
@@ -16,6 +17,7 @@ from xcloud.pipeline.batch_plan import BatchPlan
 from xcloud.tasks.preferences import nats_of
 
 
+@dataclass(eq=False)
 class PreferenceLoss:
     """A DocumentLoss: -log sigmoid(beta * margin), summed over the pairs of a micro-batch. The
     margin is by how much more the chosen answer gained in log-probability than the rejected one,
@@ -26,16 +28,15 @@ class PreferenceLoss:
     reference: predictions of the initial model, by training sample (CausalStage.predict).
     """
 
-    def __init__(self, beta: float) -> None:
-        self._beta = beta
-        self.reference: Mapping[int, Sequence[int]] = {}
+    beta: float
+    reference: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
     def __call__(self, nats_D: Tensor, ids_B: Tensor) -> Tensor:
         start_B2 = torch.from_numpy(nats_of([self.reference[i] for i in ids_B.tolist()]))
         gained_B2 = start_B2.to(nats_D.device) - nats_D.view(-1, 2)
         margins_B = gained_B2[:, 0] - gained_B2[:, 1]
         # nats are float64: differences of sums over long answers lose digits in float32.
-        return -F.logsigmoid(self._beta * margins_B).sum().float()
+        return -F.logsigmoid(self.beta * margins_B).sum().float()
 
 
 def trained_pieces(plan: BatchPlan, num_steps: int, size: int) -> list[Tensor]:

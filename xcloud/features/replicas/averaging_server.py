@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from xcloud.base.errors import FrameError, LinkClosed, LinkTimeout
-from xcloud.comm.state import Stateful
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.features.replicas.averaging import Averager, Merged, ReplicaLinks, Terms, first_part
 from xcloud.features.replicas.late import LatePolicy
@@ -81,9 +80,7 @@ class _End(Averager):
     # After a restart all replicas are there again, whoever had left before; they do not know what
     # was merged last.
     own_names = ("known",)
-
-    def children(self) -> dict[str, Stateful]:
-        return {"codec": self.codec, "merged": self.merged}
+    child_names = ("codec", "merged")
 
 
 @dataclass

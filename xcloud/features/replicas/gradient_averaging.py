@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from xcloud.base.settings import NotNegative, Rate, settings
 from xcloud.comm.compressor import TensorChoice, seed_from
-from xcloud.comm.state import MEMORY, State, Stateful, StatefulTree, StateTree, whole_number
+from xcloud.comm.state import MEMORY, State, StatefulTree, StateTree, whole_number
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.features.replicas.averaging import Averager, Terms
 from xcloud.features.replicas.merging import (
@@ -113,14 +113,14 @@ class AveragedGradients(Exchange):
         loss = RowPiece(name=LOSS, index=len(shapes), first=0, last=1, shape=torch.Size([1]))
         self._shares = [[loss, *share] for share in by_rows(shapes, num_shares)]
         self._mine: list[RowPiece] = []
-        self._averager = Averager()
+        self.averager = Averager()
         if self._alike.group_rank < num_shares:
             self._mine = self._shares[self._alike.group_rank]
             own = self._mine
             terms = Terms()
             if averaging.merge is not None:
                 terms = Terms(merge=averaging.merge, max_weight=samples.__getitem__)
-            self._averager = replicas.averager(
+            self.averager = replicas.averager(
                 {piece.name: piece.shape for piece in own},
                 terms,
                 averaging.feedback,
@@ -129,7 +129,7 @@ class AveragedGradients(Exchange):
             )
         self._under_way = 0  # with delay: the step whose gradients are used next; 0 = none
         self._has_merged = False  # in this update
-        replicas.open([self._averager], under_way=1 + self._delay)
+        replicas.open([self.averager], under_way=1 + self._delay)
         self._replicas = replicas
         self._check_every = averaging.check_every
         self.compare(0)
@@ -168,21 +168,19 @@ class AveragedGradients(Exchange):
         if self._has_merged:
             # An update that was skipped (num_samples 0) has used nothing: compressors take back
             # what they noted of that message.
-            self._averager.settle(was_used=work.num_samples > 0)
+            self.averager.settle(was_used=work.num_samples > 0)
         is_due = self._check_every and step % self._check_every == 0
         if is_due or step == self._replicas.last_step:
             self.compare(step)
 
     own_names = (MEMORY,)
+    child_names = ("averager",)
 
     def own(self) -> State:
         return {_UNDER_WAY: self._under_way}
 
     def take(self, own: State) -> None:
         self._under_way = whole_number(own, name=_UNDER_WAY)
-
-    def children(self) -> dict[str, Stateful]:
-        return {"averager": self._averager}
 
     def _send(self, step: int, loss: Tensor, is_finite: bool) -> None:
         pieces = [piece.of([*self._gradients, loss.reshape(1)]) for piece in self._mine]
@@ -193,11 +191,11 @@ class AveragedGradients(Exchange):
             # The loss signals it; compressors may not accept NaN. A robust merge leaves it out.
             pieces = [loss.new_full((1,), math.nan), *map(torch.zeros_like, pieces[1:])]
             weight = 0.0 if self._is_robust else weight
-        self._averager.start(step, pieces, weight)
+        self.averager.start(step, pieces, weight)
 
     def _receive(self, step: int, like: Tensor) -> Tensor:
         """Write the merged gradients into the buffers, in all of the cloud. Return the loss."""
-        merged = next(iter(self._averager.finish(step).changes), [])
+        merged = next(iter(self.averager.finish(step).changes), [])
         # Each rank of the cloud brought one share across; all need all of them.
         everything = gather_shares(self._alike, shares=self._shares, mine=merged, like=like)
         gradients = self._gradients

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import NotNegative, Positive, Rate, settings
-from xcloud.comm.state import MEMORY, State, Stateful, StatefulTree, StateTree, whole_number
+from xcloud.comm.state import MEMORY, State, StatefulTree, StateTree, whole_number
 from xcloud.features.replicas.averaging import Averager, Merged, Terms
 from xcloud.features.replicas.averaging_server import SERVER, AveragingServer, Member
 from xcloud.features.replicas.late import LatePolicy, Wait
@@ -183,6 +183,7 @@ class _Fragment(StatefulTree):
     sent: float = 0.0
 
     own_names = (MEMORY, "work", "max_work", "max_sent")
+    child_names = ("values", "averager")
 
     def own(self) -> State:
         numbers = {"work": self.work}
@@ -198,9 +199,6 @@ class _Fragment(StatefulTree):
         replicas = range(len(self.max_work))
         self.max_work = [float(own[f"max_work.{replica}"]) for replica in replicas]
         self.max_sent = [float(own[f"max_sent.{replica}"]) for replica in replicas]
-
-    def children(self) -> dict[str, Stateful]:
-        return {"values": self.values, "averager": self.averager}
 
 
 class LocalRounds(Exchange):

@@ -50,6 +50,12 @@ class Departure(NamedTuple):
     usual: float
     deviation: float
 
+    @property
+    def in_words(self) -> str:
+        return (
+            f"{self.statistic} {self.value:.3g}, usual is {self.usual:.3g} ± {self.deviation:.2g}"
+        )
+
 
 class Baseline(StatefulTree):
     """The usual values of one stream of messages, of each statistic one a step.

@@ -35,8 +35,7 @@ class WatchedStream(StatefulTree):
     baseline: Baseline
     measured: list[Tensor] = field(default_factory=list)
 
-    def children(self) -> StateTree:
-        return {"baseline": self.baseline}
+    child_names = ("baseline",)
 
     def judge(self) -> Departure | None:
         """Judge the messages of the step that has ended."""
@@ -124,8 +123,7 @@ class Sentinel(Hook):
         cloud = self._layout.cloud_of(stream.sender)
         said = (
             f"step {step}: what rank {stream.sender} ({cloud}) sends, {stream.name}, has changed "
-            f"suddenly: {departure.statistic} {departure.value:.3g}, usual is "
-            f"{departure.usual:.3g} ± {departure.deviation:.2g}"
+            f"suddenly: {departure.in_words}"
         )
         if self._on_departure == "stop":
             raise FrameError(f"{said}; security.on_departure=stop ends the run")

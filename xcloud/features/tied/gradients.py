@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from xcloud.comm.compressor import Chain, seed_from
-from xcloud.comm.state import Stateful, StateTree
+from xcloud.comm.state import Stateful
 from xcloud.comm.tensor_codec import Choose, TensorCodec
 from xcloud.layout import ClusterLayout
 from xcloud.pipeline.exchange import FlatBuffer, RankGroup
@@ -59,6 +59,7 @@ class TiedGradients(Hook):
     """
 
     name = "tied"
+    child_names = ("averager",)
 
     held: Mapping[int, nn.Parameter]
     groups: Mapping[int, RankGroup]
@@ -100,9 +101,6 @@ class TiedGradients(Hook):
     def after_update(self, step: int, report: StepReport) -> None:
         if self.averager is not None:
             self.averager.settle(report.skipped is None)
-
-    def children(self) -> StateTree:
-        return {"averager": self.averager}
 
 
 def tied_gradients(

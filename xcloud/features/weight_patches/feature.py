@@ -26,6 +26,7 @@ from xcloud.pipeline.trainer import Trainer
 from xcloud.rank.feature import BuiltRank, Feature, FeatureAtRank
 
 URL = "training.patches.url"
+FOLLOWERS = "followers"  # who has the weights, where no cloud is named
 
 
 def joined_by_transformers(job: PipelineJob) -> Conflict | None:
@@ -73,7 +74,7 @@ class WritingAtRank(FeatureAtRank):
             # One machine plays all clouds: their run folders are one (see `one_place`).
             url = str(context.run_dir)
         rank = context.rank
-        record = LinkRecord(LinkName(CONTROL, rank, receiver=rank), to=followers(job))
+        record = LinkRecord(LinkName(CONTROL, rank, receiver=rank), to=patches.reader or FOLLOWERS)
         # Objects go over no link of the pipeline, but they leave the cloud: the audit counts them.
         built.wiring.ends.records.append(record)
         return PatchWriter(
@@ -122,7 +123,7 @@ class WeightPatches(Feature):
         for stage in range(layout.num_stages):
             yield Outbound(
                 layout.stage_cloud(stage),
-                followers(job),
+                patches.reader or FOLLOWERS,
                 "weights",
                 what=f"stage {stage}: what training changes, in BF16, whole at first and after "
                 f"{patches.whole_every} patches, else changed values",
@@ -133,11 +134,6 @@ class WeightPatches(Feature):
 def name_of(job: PipelineJob) -> str:
     """Return what a run is called in its objects, whatever a resume may change."""
     return f"{job.name} s{job.seed}"
-
-
-def followers(job: PipelineJob) -> str:
-    """Return who has the weights, in words."""
-    return job.training.patches.reader or "followers"
 
 
 def _protection(job: PipelineJob, rank: int) -> Protect:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from xcloud.base.errors import DataError, SealError
@@ -99,12 +100,12 @@ def _context(name: str) -> bytes:
     return f"xcloud weights {name}".encode()
 
 
+@dataclass(frozen=True)
 class PatchStore:
     """The objects of a run in a folder or bucket. protect: seals pieces, or opens them."""
 
-    def __init__(self, store: ObjectStore, protect: Protect) -> None:
-        self._store = store
-        self._protect = protect
+    store: ObjectStore
+    protect: Protect
 
     def put(self, one: WeightObject, data: bytes) -> Stored:
         """Write an object. Raises LinkClosed if that fails for a minute."""
@@ -113,15 +114,15 @@ class PatchStore:
         names = [one.name(number, len(starts)) for number in range(len(starts))]
         num_bytes = 0
         for name, start in zip(names, starts, strict=True):
-            piece = self._protect(data[start : start + PIECE_BYTES], name)
-            self._store.put(f"{FOLDER}/{name}", piece)
+            piece = self.protect(data[start : start + PIECE_BYTES], name)
+            self.store.put(f"{FOLDER}/{name}", piece)
             num_bytes += len(piece)
         return Stored(tuple(names), num_bytes)
 
     def listed(self) -> dict[WeightObject, Stored]:
         """Return the objects that are there with all their pieces."""
         found: dict[tuple[WeightObject, int], dict[str, int]] = {}
-        for name, size in self._store.sizes(FOLDER).items():
+        for name, size in self.store.sizes(FOLDER).items():
             if (match := _NAME.fullmatch(name)) is not None:
                 base = None if match[3] == "whole" else int(match[3])
                 one = WeightObject(int(match[1]), int(match[2]), base, stage=int(match[4]))
@@ -144,15 +145,15 @@ class PatchStore:
             raise DataError(f"it has {stored.num_bytes:,} bytes; at most {MAX_BYTES:,} are read")
         pieces = []
         for name in stored.pieces:
-            piece = self._store.get(f"{FOLDER}/{name}", sealed_bytes(PIECE_BYTES))
+            piece = self.store.get(f"{FOLDER}/{name}", sealed_bytes(PIECE_BYTES))
             if piece is None:
                 return None
-            pieces.append(self._protect(piece, name))
+            pieces.append(self.protect(piece, name))
         return b"".join(pieces)
 
     def delete(self, stored: Stored) -> None:
         for name in stored.pieces:
-            self._store.delete(f"{FOLDER}/{name}")
+            self.store.delete(f"{FOLDER}/{name}")
 
 
 class PatchRoute(NamedTuple):

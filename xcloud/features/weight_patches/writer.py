@@ -34,9 +34,6 @@ class WriteTiming(NamedTuple):
     whole_every: int
     last_step: int
 
-    def is_due(self, step: int) -> bool:
-        return step % self.every == 0 or step == self.last_step
-
 
 @dataclass
 class WrittenStage:
@@ -85,7 +82,7 @@ class PatchWriter(Hook):
         self._told: list[tuple[str, dict[str, Any]]] = []
 
     def after_update(self, step: int, report: StepReport) -> None:
-        if self._plan.is_due(step):
+        if step % self._plan.every == 0 or step == self._plan.last_step:
             with report.clock.paused():
                 self.write(step)
 
