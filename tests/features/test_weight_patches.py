@@ -444,8 +444,8 @@ def test_a_follower_is_behind_if_one_stage_is(trainer: Trainer, tmp_path: Path) 
     follower = following(tmp_path, 2)
     trainer.train(2, 4)
     follower.look()
-    older = follower._weights[1]
-    follower._weights[1] = replace(older, head=older.head.model_copy(update={"step": 2}))
+    older = follower.weights[1]
+    follower.weights[1] = replace(older, head=older.head.model_copy(update={"step": 2}))
     follower._note_gap(PatchStore(ObjectStore(str(tmp_path)), plain).listed())
     assert follower.is_behind
 

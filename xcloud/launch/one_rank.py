@@ -35,6 +35,7 @@ from xcloud.net.transport import Rendezvous, Transport
 from xcloud.rank.agreement import ComparedTable, Verdict, agree
 from xcloud.rank.role import RankContext, Role
 from xcloud.rank.stop_signal import StopSignal
+from xcloud.record.checkpoint_files import CheckpointFolder
 from xcloud.record.events import EVENTS_FILE
 from xcloud.record.files import CheckpointSteps, has_events
 from xcloud.record.intake import ReportIntake
@@ -59,9 +60,8 @@ def join(
     """
     held = {}
     if CheckpointSteps(run_dir).steps():
-        held = RankCheckpoints(
-            CheckpointFolder(run_dir), rank, job.places, table["setting"]
-        ).table()
+        folder = CheckpointFolder(run_dir)
+        held = RankCheckpoints(folder, rank, job.places, table["setting"]).table()
     rendezvous = find_others()
     return rendezvous, agree(job, rendezvous, mine=table, held=held, newest=newest_common)
 
