@@ -196,7 +196,7 @@ class AbNet(EncoderDecoder):
             if self.word_adapters and embeddings is not None:
                 # A second vector of each word, trained and zero at first.
                 zeros_VH = torch.zeros_like(embeddings.words.weight)
-                embeddings.word_adapter = nn.Embedding(*zeros_VH.shape, _weight=zeros_VH)
+                embeddings.word_adapter = nn.Embedding(len(zeros_VH), hidden, _weight=zeros_VH)
             ids = context.vocabularies.get(SOURCE)
             return RowsStage(
                 architecture=made,
