@@ -20,7 +20,7 @@ from benchmarks.namespaces import available, inside, several_hosts, without_rout
 from tests.configs import composed
 from tests.line_links import relay_running
 from tests.owners import CLOUDS, folder_of_keys, relay_at
-from tests.runs import losses, wait_for
+from tests.runs import command, losses, wait_for
 from xcloud.base.errors import ConfigError
 from xcloud.job import config as configs
 from xcloud.job import invitation
@@ -191,6 +191,38 @@ def test_an_invitation_names_what_it_lacks(tmp_path: Path, owner: Path) -> None:
             invitation.invite([file, *words])
     with pytest.raises(ConfigError, match="is there already; move it away"):
         invitation.accept([str(CODE), "--relay", RELAY, "--out", file])
+
+
+@pytest.mark.slow
+def test_two_owners_agree_on_a_file_by_a_code_and_both_approve_it(tmp_path: Path) -> None:
+    def said(cloud: str) -> str:
+        return (tmp_path / cloud).read_text()
+
+    def run(cloud: str, *words: str) -> Any:
+        own = str(tmp_path / f"of_{cloud}" / "policy.yaml")
+        return command("-m", "xcloud", *words, "--yes", log=tmp_path / cloud, XCLOUD_POLICY=own)
+
+    with relay_running() as port:
+        file = tmp_path / "experiment.yaml"
+        settings = ("cluster/wan=sealed", f"cluster.relay=127.0.0.1:{port}")
+        configs.Settings.of(composed("+exp=abnet_iwslt", *settings)).write(file)
+        out = tmp_path / "came.yaml"
+        invites = run("cloud_a", "invite", str(file), "--cloud", "cloud_a")
+        wait_for(lambda: "--relay" in said("cloud_a"))
+        told = said("cloud_a").split()
+        accepts = run("cloud_b", *told[told.index("accept") :], "--out", str(out))
+        codes = [process.wait(60) for process in (invites, accepts)]
+
+    assert codes == [0, 0], said("cloud_a") + said("cloud_b")
+    assert f"{out} came from the owner of cloud_a; this cloud is cloud_b" in said("cloud_b")
+    assert out.read_bytes() == file.read_bytes()
+    for cloud, other in (("cloud_a", "cloud_b"), ("cloud_b", "cloud_a")):
+        folder = tmp_path / f"of_{cloud}"
+        policy = yaml.safe_load((folder / "policy.yaml").read_text())
+        assert (policy["me"], policy["peers"]) == (cloud, {other: [f"{other}.pem"]})
+        assert policy["approved"] == [hashlib.sha256(file.read_bytes()).hexdigest()]
+        theirs = tmp_path / f"of_{other}" / f"{other}.pem"
+        assert (folder / f"{other}.pem").read_text() == theirs.read_text()
 
 
 @pytest.mark.slow
