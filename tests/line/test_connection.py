@@ -100,12 +100,12 @@ def test_what_the_socket_does_not_take_is_offered_again_from_there(watched: Watc
     connection.queue(b"ghi")
     watched.tls.takes = [4, ssl.SSLWantWriteError()]
     watched.now_s = 101.0
-    assert not connection.write() and connection.has_unsent
+    assert not connection.write() and connection.unsent
     assert connection.spoke_at_s == 101.0
     watched.tls.takes = [ssl.SSLWantReadError()]
     watched.now_s = 102.0
     assert not connection.write() and connection.spoke_at_s == 101.0  # nothing went
-    assert connection.write() and not connection.has_unsent
+    assert connection.write() and not connection.unsent
     assert watched.tls.sent == [b"abcd", b"ef", b"ghi"]
     assert connection.write()
 
@@ -276,7 +276,7 @@ def test_attempts_that_fail_come_at_longer_intervals_until_one_has_carried(
 
 def test_a_cloud_that_greets_by_another_attempt_has_begun_again() -> None:
     attempts = KnownAttempts()
-    assert attempts.of("b") == 0 and not attempts.has_begun_again("b")
+    assert attempts.of("b") == 0 and not attempts.began_again
     attempts.note("b", 5)
     attempts.note("b", 5)
     attempts.note("c", 6)
@@ -284,7 +284,7 @@ def test_a_cloud_that_greets_by_another_attempt_has_begun_again() -> None:
         attempts.note("b", 6)
     assert (attempts.of("b"), attempts.of("c")) == (5, 6)  # the new one is nobody's here
     attempts.check("c")
-    attempts.note_again("c")
+    attempts.began_again.add("c")
     for cloud in ("b", "c"):
         with pytest.raises(LinkClosed, match=f"{cloud} has begun the run again"):
             attempts.check(cloud)

@@ -889,7 +889,7 @@ def test_a_crowd_keeps_no_peer_out_that_shares_its_address(
             ends.out.send(key(number), (torch.ones(3),))
             ends.incoming.recv(key(number), 20.0)
         door = ends.listener.door
-        assert door.num_waiting <= 24 and door.num_handshakes <= 8
+        assert len(door.waiting) <= 24 and len(door.handshakes) <= 8
         is_over.set()
         for one in crowd:
             one.join(10.0)
@@ -904,13 +904,13 @@ def test_the_oldest_of_a_crowd_makes_room_for_who_comes(
     monkeypatch.setattr(doors, "FIRST_BYTES_S", 60.0)
     port = door.listener.port
     silent = [socket.create_connection(("127.0.0.1", port), 5) for _ in range(4)]
-    wait_for(lambda: door.listener.door.num_waiting == 4)
+    wait_for(lambda: len(door.listener.door.waiting) == 4)
     assert "not ready" in dial(dialler(port))
     assert silent[0].recv(1) == b""
     door.said("say nothing")
     for one in silent:
         one.close()
-    wait_for(lambda: door.listener.door.num_waiting == 0)
+    wait_for(lambda: len(door.listener.door.waiting) == 0)
 
 
 def test_a_link_goes_on_while_strangers_dial() -> None:

@@ -92,7 +92,7 @@ class Connection:
         self._waker = waker
         self._has_ended = has_ended
         self._heard = heard
-        self._unsent: deque[memoryview] = deque()
+        self.unsent: deque[memoryview] = deque()
         self._poll = select.poll()
         self._poll.register(waker, select.POLLIN)
         self._heard_at_s = time.monotonic()
@@ -102,27 +102,23 @@ class Connection:
         self.spoke_at_s = self._heard_at_s
 
     def queue(self, data: bytes | memoryview) -> None:
-        self._unsent.append(memoryview(data))
-
-    @property
-    def has_unsent(self) -> bool:
-        return bool(self._unsent)
+        self.unsent.append(memoryview(data))
 
     def write(self) -> bool:
         """Write what is queued, as far as the socket takes it. Return whether it took all.
 
         Raises OSError where the connection has ended.
         """
-        while self._unsent:
-            data = self._unsent[0]
+        while self.unsent:
+            data = self.unsent[0]
             try:
                 num_bytes = self._tls.send(data)
             except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
                 return False  # the same bytes must be offered next
             if num_bytes == len(data):
-                self._unsent.popleft()
+                self.unsent.popleft()
             else:
-                self._unsent[0] = data[num_bytes:]
+                self.unsent[0] = data[num_bytes:]
             self.spoke_at_s = time.monotonic()
             if self._asked_at_s <= self._heard_at_s:
                 self._asked_at_s = self.spoke_at_s
@@ -187,7 +183,7 @@ class Connection:
         if silent_s >= UNANSWERED_S and num_retries(self._tls) >= NUM_RETRIES:
             raise LineDown(f"no answer for {UNANSWERED_S:g} s")
         wanted = select.POLLIN if reading else 0
-        if self._unsent:
+        if self.unsent:
             wanted |= select.POLLOUT
         # Registered anew each time, as what is wanted of the socket changes. The wait is cut into
         # quarters of a second, since `has_ended` may change without a call of `wake`.

@@ -81,8 +81,8 @@ class Door:
         self._greet = greet
         self._on_refused = on_refused
         self._is_known = is_known
-        self._waiting: dict[int, _Caller] = {}  # by descriptor, the oldest first
-        self._handshakes: list[_Handshake] = []  # the oldest first
+        self.waiting: dict[int, _Caller] = {}  # by descriptor, the oldest first
+        self.handshakes: list[_Handshake] = []  # the oldest first
         self._lock = threading.Lock()
         self._poll = select.poll()
         self._is_closed = False
@@ -90,14 +90,6 @@ class Door:
         self._poll.register(listening, select.POLLIN)
         self._thread = threading.Thread(target=self._run, name="listener", daemon=True)
         self._thread.start()
-
-    @property
-    def num_handshakes(self) -> int:
-        return len(self._handshakes)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
 
     def close(self) -> None:
         """Accept nothing more."""
@@ -116,14 +108,14 @@ class Door:
             for descriptor, _ in self._poll.poll(1000 * _LOOK_EVERY_S):
                 if descriptor == listening:
                     self._accept()
-                elif (caller := self._waiting.get(descriptor)) is not None:
+                elif (caller := self.waiting.get(descriptor)) is not None:
                     self._look(caller)
             self._let_in()
             now_s = time.monotonic()
-            for caller in [*self._waiting.values()]:
+            for caller in [*self.waiting.values()]:
                 if not caller.is_ready and now_s - caller.since_s > FIRST_BYTES_S:
                     self._refuse(caller, why="no answer" if caller.num_bytes else CROWDED)
-        for caller in [*self._waiting.values()]:
+        for caller in [*self.waiting.values()]:
             self._forget(caller).close()
 
     def _accept(self) -> None:
@@ -137,13 +129,13 @@ class Door:
                 time.sleep(_LOOK_EVERY_S)  # such as no file descriptor left
             return
         plain.setblocking(False)
-        if len(self._waiting) >= MAX_WAITING:
-            crowd = Counter(caller.host for caller in self._waiting.values())
-            silent = [one for one in self._waiting.values() if not one.is_ready]
+        if len(self.waiting) >= MAX_WAITING:
+            crowd = Counter(caller.host for caller in self.waiting.values())
+            silent = [one for one in self.waiting.values() if not one.is_ready]
             # The oldest of the largest crowd: an honest peer has said its name by then.
-            oldest = max(silent or self._waiting.values(), key=lambda one: crowd[one.host])
+            oldest = max(silent or self.waiting.values(), key=lambda one: crowd[one.host])
             self._refuse(oldest, why=CROWDED)
-        self._waiting[plain.fileno()] = _Caller(plain, host=address[0])
+        self.waiting[plain.fileno()] = _Caller(plain, host=address[0])
         self._poll.register(plain, select.POLLIN)
 
     def _look(self, caller: _Caller) -> None:
@@ -176,8 +168,8 @@ class Door:
 
     def _let_in(self) -> None:
         """Hand over those who have said the name, as far as there are places for them."""
-        for caller in [one for one in self._waiting.values() if one.is_ready]:
-            if len(self._handshakes) >= MAX_HANDSHAKES:
+        for caller in [one for one in self.waiting.values() if one.is_ready]:
+            if len(self.handshakes) >= MAX_HANDSHAKES:
                 self._make_room()
                 return
             plain = self._forget(caller)
@@ -193,7 +185,7 @@ class Door:
                 plain.close()
                 continue
             with self._lock:
-                self._handshakes.append(handshake)
+                self.handshakes.append(handshake)
             thread = threading.Thread(
                 target=self._handed,
                 args=(plain, caller.host, handshake),
@@ -211,7 +203,7 @@ class Door:
         """End the handshake that has gone on longest, where others wait, strangers' first."""
         long_s = time.monotonic() - GIVES_WAY_AFTER_S
         with self._lock:
-            late = [one for one in self._handshakes if one.since_s < long_s]
+            late = [one for one in self.handshakes if one.since_s < long_s]
             if late:
                 # Of two that took too long the one from an address without a peer goes first.
                 ends = min(late, key=lambda one: (one.is_known, one.since_s))
@@ -227,7 +219,7 @@ class Door:
 
     def _leave(self, handshake: _Handshake) -> None:
         with self._lock:
-            self._handshakes.remove(handshake)
+            self.handshakes.remove(handshake)
             handshake.twin.close()
 
     def _refuse(self, caller: _Caller, why: str) -> None:
@@ -235,7 +227,7 @@ class Door:
         self._on_refused(f"{caller.host}: {why}")
 
     def _forget(self, caller: _Caller) -> socket.socket:
-        del self._waiting[caller.plain.fileno()]
+        del self.waiting[caller.plain.fileno()]
         if not caller.is_ready:
             self._poll.unregister(caller.plain)
         return caller.plain

@@ -111,16 +111,22 @@ def decode_hello(data: bytes, sender: str) -> Hello | HelloRefusal:
     """
     try:
         # Both forms come at the same place, as the answer to a greeting.
-        if data[:4] == _REFUSAL_MAGIC:
+        is_refusal = data[:4] == _REFUSAL_MAGIC
+        if is_refusal:
             _, version, reason = _REFUSAL.unpack(data)
-            _check_version(version, sender=sender)
+        else:
+            (magic, version, connection, of, attempt, known, sends, receives, expected, run) = (
+                _HEAD.unpack_from(data)
+            )
+            if magic != _MAGIC:
+                raise ValueError(f"it begins with {magic!r}")
+        if version != VERSION:
+            raise FrameError(
+                f"{sender} speaks version {version} of the line, this rank {VERSION}; run one "
+                "release of xcloud in all clouds"
+            )
+        if is_refusal:
             return HelloRefusal(reason)
-        (magic, version, connection, of, attempt, known, sends, receives, expected, run) = (
-            _HEAD.unpack_from(data)
-        )
-        if magic != _MAGIC:
-            raise ValueError(f"it begins with {magic!r}")
-        _check_version(version, sender=sender)
         names = []
         at = _HEAD.size
         for _ in range(3):
@@ -151,14 +157,6 @@ def read_hello(connection: socket.socket, sender: str) -> Hello | HelloRefusal:
     # One deadline for both reads: a peer that sends a byte now and then gains nothing by it.
     [length] = _read(connection, num_bytes=1, until_s=until_s)
     return decode_hello(_read(connection, num_bytes=length, until_s=until_s), sender=sender)
-
-
-def _check_version(version: int, sender: str) -> None:
-    if version != VERSION:
-        raise FrameError(
-            f"{sender} speaks version {version} of the line, this rank {VERSION}; run one release "
-            "of xcloud in all clouds"
-        )
 
 
 def _read(connection: socket.socket, num_bytes: int, until_s: float) -> bytes:

@@ -39,9 +39,7 @@ from xcloud.line.keys import Certificate, PrivateKey
 from xcloud.line.sealing import Data, open_sealed, seal_parts, sealed_bytes
 from xcloud.net.frame import Kind, seal_frame
 from xcloud.net.link_end import (
-    ByteQueue,
     InSettings,
-    Outgoing,
     OutSettings,
     ReceivingEnd,
     SendingEnd,
@@ -423,9 +421,6 @@ class MailboxOutLink(SendingEnd):
         self._num_put = 0
         self._untaken = dict[int, int]()  # bytes of objects that lay there when it looked last
         self._over = threading.Event()
-        self._queue: ByteQueue[Outgoing] = ByteQueue(
-            max_bytes=settings.window.max_queued_bytes, total=settings.queued
-        )
         threading.Thread(target=self._run, name=f"to-{self.peer_name}", daemon=True).start()
 
     def close(self, timeout_s: float) -> None:
@@ -442,13 +437,6 @@ class MailboxOutLink(SendingEnd):
         for number in (self._num_put, self._num_put + 1):
             sealed = self._box.seal(number, data=_ENDED, keys=self._keys)
             self._box.store.try_put(self._box.path(number), data=sealed)
-
-    @property
-    def _is_idle(self) -> bool:
-        return self._queue.is_empty
-
-    def _put(self, item: Outgoing) -> None:
-        self._put_into(self._queue, item=item)
 
     def _run(self) -> None:
         box = self._box

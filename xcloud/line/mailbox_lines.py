@@ -43,7 +43,6 @@ from xcloud.line.sealing import sign, verify
 from xcloud.line.transport import SealedPlace, SealedWordLine
 from xcloud.net.link_end import InSettings, OutSettings, ignore
 from xcloud.net.rendezvous import Waiting
-from xcloud.net.words import WordLine
 
 _NUMBER_BYTES = 16
 _DIGEST_BYTES = 32
@@ -163,7 +162,8 @@ class MailboxRendezvous:
             absent = ", ".join(self._name(rank) for rank in others if rank not in entries)
             if not absent:
                 break
-            waiting.go_on(f"{absent} has not come", look_every_s=self._pause(waiting))
+            pause_s = min(pause_after(waiting.waited_s), _LOOK_EVERY_S)
+            waiting.go_on(f"{absent} has not come", look_every_s=pause_s)
         begin = Note(NoteKind.BEGIN, mine.number, [entries[rank] for rank in sorted(entries)])
         for rank in others:
             self._leave(rank, note=begin)
@@ -187,7 +187,8 @@ class MailboxRendezvous:
                 if note.offer != answered:
                     answered = note.offer
                     self._leave(0, note=Note(NoteKind.ANSWER, answered, [mine]))
-            waiting.go_on(state, look_every_s=self._pause(waiting))
+            pause_s = min(pause_after(waiting.waited_s), _LOOK_EVERY_S)
+            waiting.go_on(state, look_every_s=pause_s)
 
     def _answer_of(self, rank: int) -> Note | None:
         """Return the answer that a rank has left for rank 0, to whichever offer."""
@@ -195,9 +196,6 @@ class MailboxRendezvous:
         if note is None or note.kind is not NoteKind.ANSWER or not note.entries:
             return None
         return note
-
-    def _pause(self, waiting: Waiting) -> float:
-        return min(pause_after(waiting.waited_s), _LOOK_EVERY_S)
 
     def _leave(self, rank: int, note: Note) -> None:
         body = encode_note(note)
@@ -299,7 +297,7 @@ class MailboxLines:
         self._arrivals.clean(self._attempt)
         self._outs: list[MailboxOutLink] = []
         self._incoming: list[MailboxInLink] = []
-        self._words: list[SealedWordLine] = []
+        self.words: list[SealedWordLine] = []
 
     @property
     def texts(self) -> list[str]:
@@ -321,16 +319,10 @@ class MailboxLines:
         self._incoming.append(incoming)
         return incoming
 
-    def words_with(self, peer: int) -> WordLine:
-        """Return the line of words with a rank of another cloud."""
-        line = SealedWordLine(lines=self, peer=peer)
-        self._words.append(line)
-        return line
-
     def close(self) -> None:
         """Close the lines of words, and take those of the peers out. Called once all other links
         are closed."""
-        for line in self._words:
+        for line in self.words:
             line.close()
         until_s = time.monotonic() + _CLOSE_S
         for incoming in self._incoming:

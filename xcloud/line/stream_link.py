@@ -80,10 +80,7 @@ class StreamOutLink(SendingEnd):
         super().__init__(settings)
         self._on_lost = stream.on_lost
         self._state = stream.state
-        self._over = threading.Event()
-        self._queue: ByteQueue[Outgoing] = ByteQueue(
-            max_bytes=settings.window.max_queued_bytes, total=settings.queued
-        )
+        self.over = threading.Event()  # nothing more is sent, for whatever reason
         # What the main thread has queued stands in `_queue` until a connection asks for a piece;
         # from then on the outbox keeps it until it is acknowledged. Both count against `queued`.
         self._outbox = Outbox(
@@ -111,7 +108,7 @@ class StreamOutLink(SendingEnd):
     def close(self, timeout_s: float) -> None:
         with self._sending:
             self._send_closes(1)
-        self._await_end(self._over.wait, timeout_s, failing="did not take the last messages")
+        self._await_end(self.over.wait, timeout_s, failing="did not take the last messages")
         self._connections.join(SPEAK_EVERY_S)
 
     def stop(self) -> None:
@@ -123,22 +120,13 @@ class StreamOutLink(SendingEnd):
         self._is_abandoned = True
         self._connections.wake()
 
-    @property
-    def has_ended(self) -> bool:
-        """Return whether nothing more is sent, for whatever reason."""
-        return self._over.is_set()
-
-    @property
-    def _is_idle(self) -> bool:
-        return self._queue.is_empty
-
     def _put(self, item: Outgoing) -> None:
-        self._put_into(self._queue, item=item)
+        super()._put(item)
         self._wake_one()
 
     def fail(self, reason: LinkError) -> None:
         self._failure = reason
-        self._over.set()
+        self.over.set()
         self._on_lost(reason)
 
     def _wake_one(self) -> None:
@@ -195,7 +183,7 @@ class StreamOutLink(SendingEnd):
                     self._acknowledged(
                         number, num_pieces=ACKNOWLEDGEMENT.unpack(acknowledgement)[0]
                     )
-            if connection.has_unsent or (
+            if connection.unsent or (
                 not self._is_abandoned and self._queue_pieces(connection, number=number)
             ):
                 if not connection.write():
@@ -250,7 +238,7 @@ class StreamOutLink(SendingEnd):
         at once the connection may be reset, and the receiver not know."""
         connection.queue(END)
         self._connections.course.linger(0.0)
-        self._over.set()
+        self.over.set()
         place = memoryview(bytearray(ACKNOWLEDGEMENT.size))
         until_s = time.monotonic() + SPEAK_EVERY_S
         with suppress(LineDown, OSError):
@@ -434,7 +422,7 @@ class _Receiving:
     def read_header(self, place: memoryview) -> None:
         """Fill a place with the header of the next piece, which may be long in coming."""
         while not (at := self._take(place)):
-            if self._connection.has_unsent or self.num_pieces > self._num_told:
+            if self._connection.unsent or self.num_pieces > self._num_told:
                 self.acknowledge()
             limit_s = None
             if self._connections.silent_s < 2 * SILENT_S:
@@ -482,7 +470,7 @@ class _Receiving:
         long."""
         connection = self._connection
         is_due = time.monotonic() - connection.spoke_at_s > SPEAK_EVERY_S
-        if not connection.has_unsent and (is_due or self.num_pieces > self._num_told):
+        if not connection.unsent and (is_due or self.num_pieces > self._num_told):
             # One at a time: the count holds for all pieces before it, so that a queue of several
             # acknowledgements would say nothing more.
             connection.queue(ACKNOWLEDGEMENT.pack(self.num_pieces))

@@ -111,12 +111,13 @@ class OwnersLines(Protocol):
     """The lines from one rank to ranks of other owners' clouds: sealed, or through a mailbox."""
 
     place: SealedPlace
+    words: list[SealedWordLine]
+    """The lines of words. They are closed after all other links."""
 
     @property
     def texts(self) -> list[str]: ...
     def out(self, line: str, peer: int, settings: OutSettings) -> SendingEnd: ...
     def incoming(self, line: str, peer: int, settings: InSettings) -> ReceivingEnd: ...
-    def words_with(self, peer: int) -> WordLine: ...
     def close(self) -> None: ...
     def abandon(self) -> None: ...
 
@@ -148,7 +149,7 @@ class SealedLines:
         self._states: dict[int, LineState] = {}
         self._outs: list[StreamOutLink] = []
         self._incoming: list[StreamInLink] = []
-        self._words: list[SealedWordLine] = []
+        self.words: list[SealedWordLine] = []
         self._say_refused = OnceAMinute(say)
         self._num_crowded = 0
         self.listener = self._listen()
@@ -179,19 +180,13 @@ class SealedLines:
         self._incoming.append(incoming)
         return incoming
 
-    def words_with(self, peer: int) -> WordLine:
-        """Return the line of words with a rank of another cloud."""
-        line = SealedWordLine(lines=self, peer=peer)
-        self._words.append(line)
-        return line
-
     def close(self) -> None:
         """Close the lines of words, and wait until the peers know that all they sent has come.
 
         Called once all other links are closed.
         """
         # Last of all: rank 0 may still be waiting for a report over these.
-        for line in self._words:
+        for line in self.words:
             line.close()
         until_s = time.monotonic() + LINGER_S
         for link in self._incoming:
@@ -206,7 +201,7 @@ class SealedLines:
             out.abandon()
         until_s = time.monotonic() + _ABANDON_S
         # The threads write END. This process is about to exit and would take them with it.
-        while time.monotonic() < until_s and not all(out.has_ended for out in self._outs):
+        while time.monotonic() < until_s and not all(out.over.is_set() for out in self._outs):
             time.sleep(0.02)
 
     def tell_of_restart(self, peers: Sequence[int]) -> None:
@@ -407,7 +402,9 @@ class SealedRendezvous(Rendezvous):
                 beginning=beginning,
                 within_s=within_s,
             )
-        return self.lines.words_with(peer)
+        line = SealedWordLine(lines=self.lines, peer=peer)
+        self.lines.words.append(line)
+        return line
 
 
 class SealedTransport(Transport):

@@ -96,7 +96,7 @@ class KnownAttempts:
 
     def __init__(self) -> None:
         self._known: dict[str, int] = {}
-        self._began_again: set[str] = set()
+        self.began_again: set[str] = set()  # clouds that have begun the run again
         self._lock = threading.Lock()
 
     def of(self, cloud: str) -> int:
@@ -108,19 +108,12 @@ class KnownAttempts:
         the one that is known."""
         with self._lock:
             if self._known.setdefault(cloud, attempt) != attempt:
-                self._began_again.add(cloud)
+                self.began_again.add(cloud)
         self.check(cloud)
-
-    def note_again(self, cloud: str) -> None:
-        """Note that a cloud says it has begun the run again."""
-        self._began_again.add(cloud)
-
-    def has_begun_again(self, cloud: str) -> bool:
-        return cloud in self._began_again
 
     def check(self, cloud: str) -> None:
         """Raise LinkClosed for a cloud that has begun the run again."""
-        if self.has_begun_again(cloud):
+        if cloud in self.began_again:
             raise LinkClosed(f"{cloud} has begun the run again")
 
 
@@ -169,7 +162,7 @@ class Dialler:
                 if answer is HelloRefusal.EARLIER_ATTEMPT:
                     # The other cloud has begun again and has lost what it knew of this attempt.
                     # All links to it end, whichever of its ranks says so first.
-                    self._attempts.note_again(self._cloud)
+                    self._attempts.began_again.add(self._cloud)
                     raise LinkClosed(f"{self._cloud} refuses this rank: {answer.text}")
                 raise LineDown(f"{self._cloud}: {answer.text}")
             # The right certificate alone is not enough: an answer for another stream, run or
@@ -283,7 +276,7 @@ class Listener:
             # Runs in the thread of one connection of a stream. It is woken by `_hand_over`, in the
             # thread that greets whoever dialled.
             self._changed.wait_for(
-                lambda: key in self._arrived or self._attempts.has_begun_again(peer), timeout_s
+                lambda: key in self._arrived or peer in self._attempts.began_again, timeout_s
             )
             self._attempts.check(peer)
             if key not in self._arrived:

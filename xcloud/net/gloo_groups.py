@@ -3,9 +3,7 @@ Where ranks may begin at any time, also again, those of a cloud begin together."
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from datetime import timedelta
-from functools import cache
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,53 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class GroupCollectives:
-    """The collectives of a process group, which `join` makes at its first use. (Torch's
-    annotations know few of its methods.)"""
-
-    def __init__(self, join: Callable[[], Any], ranks: Sequence[int]) -> None:
-        self._group = cache(join)
-        self._ranks = list(ranks)
-
-    @classmethod
-    def joined_in(
-        cls, store: Store, rank: int, ranks: Sequence[int], timeout: timedelta = FOREVER
-    ) -> GroupCollectives:
-        """Return the collectives of ranks that find each other in a store.
-
-        store: a part that nothing else uses.
-        """
-        place = list(ranks).index(rank)
-        return cls(lambda: dist.ProcessGroupGloo(store, place, len(ranks), timeout), ranks)
-
-    def _over(self, values: Tensor) -> Any:
-        return self._group()
-
-    def barrier(self) -> None:
-        self._group().barrier().wait()
-
-    def sum(self, values: Tensor) -> None:
-        self.start_sum(values)()
-
-    def start_sum(self, values: Tensor) -> Callable[[], object]:
-        wait: Callable[[], object] = self._over(values).allreduce([values]).wait
-        return wait
-
-    def broadcast(self, values: Tensor, source: int) -> None:
-        options = dist.BroadcastOptions()
-        options.rootRank = self._ranks.index(source)
-        self._over(values).broadcast([values], options).wait()
-
-    def gather(self, values: Tensor) -> list[Tensor]:
-        gathered = [torch.zeros_like(values) for _ in self._ranks]
-        self._over(values).allgather([gathered], [values]).wait()
-        return gathered
-
-    def mesh(self, device: torch.device) -> DeviceMesh:
-        raise NotImplementedError("ranks that may restart hold no parts of a tensor")
-
-
-class GlooCollectives(GroupCollectives):
+class GlooCollectives(Collectives):
     """The collectives of a cloud: over gloo, or for tensors on GPUs over NCCL, where each of the
     ranks has a GPU of its own. NCCL knows no two ranks on one GPU: these go over gloo, through the
     memory of the host.
@@ -137,7 +89,7 @@ class OpenGroups:
                 own, rank=rendezvous.rank, ranks=ranks, within_s=rendezvous.within_s
             )
         store = PrefixStore(f"group {self._num_groups}", self._parts[key])
-        return GroupCollectives.joined_in(store, rank=rendezvous.rank, ranks=ranks)
+        return Collectives.joined_in(store, rank=rendezvous.rank, ranks=ranks)
 
     def begins_again(self, ranks: Sequence[int]) -> bool:
         """See Transport."""

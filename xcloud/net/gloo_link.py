@@ -28,14 +28,7 @@ from xcloud.net.frame import Kind, bytes_of_frame, message_buffer, seal_frame
 from xcloud.net.gloo_groups import GlooCollectives, OpenGroups
 from xcloud.net.gloo_pair import GlooPair, Transfer, first_line
 from xcloud.net.link import PostedReceives, Reservation
-from xcloud.net.link_end import (
-    ByteQueue,
-    InSettings,
-    Outgoing,
-    OutSettings,
-    ReceivingEnd,
-    SendingEnd,
-)
+from xcloud.net.link_end import InSettings, Outgoing, OutSettings, ReceivingEnd, SendingEnd
 from xcloud.net.rendezvous import FOREVER, JOIN_WITHIN_S
 from xcloud.net.transport import CPU, Collectives, Rendezvous, Transport
 
@@ -53,28 +46,18 @@ class GlooOutLink(SendingEnd):
         clock = settings.clock
         latency_at = clock.latency_at if clock is not None else lambda moment_s: 0.0
         self._posted = PostedReceives(num_posted=settings.window.num_posted, latency_at=latency_at)
-        self._queue: ByteQueue[Outgoing | None] = ByteQueue(
-            max_bytes=settings.window.max_queued_bytes, total=settings.queued
-        )
         self._thread = threading.Thread(target=self._run, name=f"to-{self.peer_name}", daemon=True)
         self._thread.start()
 
     def close(self, timeout_s: float) -> None:
         with self._sending:
             self._send_closes(self._settings.window.num_posted)
-            self._queue.put(None, num_bytes=0)
+            self._queue.put(None, num_bytes=0)  # the thread ends there
         self._await_end(self._has_ended, timeout_s, failing="did not take the last messages")
-
-    @property
-    def _is_idle(self) -> bool:
-        return self._queue.is_empty
 
     def _has_ended(self, timeout_s: float) -> bool:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
-
-    def _put(self, item: Outgoing) -> None:
-        self._put_into(self._queue, item)
 
     def _run(self) -> None:
         settings = self._settings

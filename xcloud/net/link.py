@@ -81,6 +81,7 @@ class ReceivedMessage(NamedTuple):
     received_at_s: float
 
 
+@dataclass(eq=False)
 class MessageLog:
     """A log of what one rank sent to and received from other clouds. Its links append from their
     threads.
@@ -90,11 +91,10 @@ class MessageLog:
     while is_open.
     """
 
-    def __init__(self, from_step: int) -> None:
-        self.from_step = from_step
-        self.is_open = False
-        self.sent: list[SentMessage] = []
-        self.received: list[ReceivedMessage] = []
+    from_step: int
+    is_open: bool = False
+    sent: list[SentMessage] = field(default_factory=list)
+    received: list[ReceivedMessage] = field(default_factory=list)
 
     def wants(self, key: MessageKey) -> bool:
         if key.kind is Kind.REPORT:

@@ -68,7 +68,7 @@ class ByteQueue(Generic[T]):
     def __init__(self, max_bytes: int, total: QueuedBytes | None = None) -> None:
         self.max_bytes = max_bytes
         self._items: deque[tuple[T, int]] = deque()
-        self._num_bytes = 0
+        self.num_bytes = 0  # of the queued items
         self._changed = threading.Condition()
         self._total = total or QueuedBytes()
 
@@ -85,14 +85,14 @@ class ByteQueue(Generic[T]):
             def fits() -> bool:
                 # An empty queue takes any item: one that is longer than the bound could never be
                 # sent else.
-                if not (num_bytes and self._num_bytes):
+                if not (num_bytes and self.num_bytes):
                     return True
-                return self._num_bytes <= room_bytes and len(self._items) < MAX_QUEUED
+                return self.num_bytes <= room_bytes and len(self._items) < MAX_QUEUED
 
             has_room = self._changed.wait_for(fits, timeout_s)
             if has_room:
                 self._items.append((item, num_bytes))
-                self._num_bytes += num_bytes
+                self.num_bytes += num_bytes
                 self._total.add(num_bytes)
                 self._changed.notify_all()
             return has_room
@@ -106,7 +106,7 @@ class ByteQueue(Generic[T]):
         with self._changed:
             self.wait()
             item, num_bytes = self._items.popleft()
-            self._num_bytes -= num_bytes
+            self.num_bytes -= num_bytes
             self._total.add(-num_bytes)
             self._changed.notify_all()
             return item
@@ -118,11 +118,6 @@ class ByteQueue(Generic[T]):
     @property
     def num_items(self) -> int:
         return len(self._items)
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of the queued items."""
-        return self._num_bytes
 
 
 def ignore(*reported: object) -> None:
@@ -222,6 +217,11 @@ class SendingEnd(ABC):
         self._is_closing = False
         self._sequence = 0
         self._failure: LinkError | None = None
+        # What waits for a subclass's thread. One whose `_put` carries a message at once leaves it
+        # empty.
+        self._queue: ByteQueue[Any] = ByteQueue(
+            max_bytes=settings.window.max_queued_bytes, total=settings.queued
+        )
 
     def send(self, key: MessageKey, parts: Tensors, carries: Sequence[str] = ()) -> None:
         """Send a message.
@@ -238,7 +238,7 @@ class SendingEnd(ABC):
             return
         try:
             # What waits here is a heartbeat itself as soon as it arrives.
-            if not self._is_closing and self._is_idle:
+            if not self._is_closing and self._queue.is_empty:
                 self._send(MessageKey(Kind.ALIVE), parts=parts, carries=carries)
         finally:
             self._sending.release()
@@ -248,18 +248,12 @@ class SendingEnd(ABC):
         """Deliver what is under way and close the link. Raises LinkTimeout when nothing was taken,
         and the peer was silent, for timeout_s."""
 
-    @property
-    def _is_idle(self) -> bool:
-        """Return whether nothing waits here to be sent."""
-        return True
-
-    @abstractmethod
     def _put(self, item: Outgoing) -> None:
-        """Have a message carried, in the order of the calls."""
+        """Have a message carried, in the order of the calls: queue it, once there is room, for the
+        thread that carries it.
 
-    def _put_into(self, queue: ByteQueue[Any], item: Outgoing) -> None:
-        """Queue a message, once there is room. Raises LinkTimeout for a peer that takes none, and
-        `_failure` once the link has one."""
+        Raises LinkTimeout for a peer that takes none, and `_failure` once the link has one.
+        """
         started_s = time.monotonic()
         settings = self._settings
         peer = settings.peer
@@ -269,7 +263,9 @@ class SendingEnd(ABC):
         def put(timeout_s: float) -> bool:
             if self._failure is not None:
                 raise self._failure
-            return queue.put(item, num_bytes=num_bytes, timeout_s=timeout_s, max_bytes=room_bytes)
+            return self._queue.put(
+                item, num_bytes=num_bytes, timeout_s=timeout_s, max_bytes=room_bytes
+            )
 
         # Tried without waiting first: `blocked` below has a price, and there is room nearly
         # always.

@@ -128,7 +128,7 @@ class LinkProfile(Wan, UnsteadyLine):
     def transfer_s(self, num_bytes: int) -> float:
         """Return the seconds until the last byte arrives on an idle link at its nominal
         bandwidth."""
-        return self.latency_s + self.line_s(num_bytes)
+        return self.line_s(num_bytes) + self.beyond_s
 
     def line_s(self, num_bytes: int) -> float:
         """Return the seconds that `num_bytes` keep the line busy at its nominal bandwidth."""
@@ -198,9 +198,6 @@ class InboundWire(LinkProfile):
                 "cluster/wan=protocol_nanogpt is the benchmark's own steady wire: remove "
                 "wan.trace, wan.outages, wan.outage_every_s, wan.outage_lasting_s and wan.jitter_s"
             )
-
-    def transfer_s(self, num_bytes: int) -> float:
-        return self.line_s(num_bytes)
 
     def line_s(self, num_bytes: int) -> float:
         if num_bytes <= _UNBILLED_BYTES:

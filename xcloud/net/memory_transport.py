@@ -20,7 +20,6 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from xcloud.base.errors import ConfigError, LinkError
 from xcloud.net.frame import Frame, Kind, seal_frame
-from xcloud.net.gloo_groups import GroupCollectives
 from xcloud.net.link_end import InSettings, Outgoing, OutSettings, ReceivingEnd, SendingEnd
 from xcloud.net.transport import CPU, Collectives, Rendezvous, Transport
 
@@ -80,7 +79,7 @@ class MemoryTransport(Transport):
         if len(ranks) == 1 or self.rank not in ranks:
             return None
         store = PrefixStore(f"group {self._num_groups}", self.rendezvous.store)
-        return GroupCollectives.joined_in(store, rank=self.rank, ranks=ranks, timeout=PATIENCE)
+        return Collectives.joined_in(store, rank=self.rank, ranks=ranks, timeout=PATIENCE)
 
 
 class _MemoryLine:

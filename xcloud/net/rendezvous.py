@@ -1,9 +1,17 @@
 """How ranks find each other in a store, before they have links.
 
-The store (`KeyValueStore`) holds what a rendezvous needs: who has come, to which attempt, and
-where to reach it. Whoever reaches its port may write to it, so nothing that a rank does follows
-from a text in it but where it looks for the others, and that it gives up waiting (`Ending`). What
-ranks tell each other goes over links (words.py).
+The store holds what a rendezvous needs: who has come, to which attempt, and where to reach it.
+Whoever reaches its port may write to it, so nothing that a rank does follows from a text in it but
+where it looks for the others, and that it gives up waiting (`Ending`). What ranks tell each other
+goes over links (words.py).
+
+A further store is a subclass of `torch.distributed.Store`, because torch's PrefixStore and process
+groups take no other class. Five calls are made on it. `set` writes a value in the place of an
+earlier one. `get` returns a value, once it is there. `wait` blocks until all keys are there, and
+raises RuntimeError after the timeout. `add` counts from 0; no two callers get the same number.
+`check` returns whether all keys are there, without waiting. A short `wait` would not do: on a slow
+line it cannot tell a value that is missing from one that is on its way. Where a wait keeps other
+callers of the same client waiting, the store also has `clone`, which returns a client of its own.
 """
 
 from __future__ import annotations
@@ -13,7 +21,6 @@ import uuid
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from enum import Enum
-from typing import Protocol
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
@@ -31,31 +38,6 @@ NOTE_EVERY_S = 60.0
 MAX_VALUE_BYTES = 1 << 16  # names of all ranks in one value
 TAKEN_AFTER_S = 30.0  # how long a rank may be another process's before this one gives up
 _LOOK_S = 0.05
-
-
-class KeyValueStore(Protocol):
-    """The store of a rendezvous: five calls, which every store of torch has.
-
-    A further store is a subclass of `torch.distributed.Store` with these calls, because torch's
-    PrefixStore and process groups take no other class. Where a wait keeps other callers of the
-    same client waiting, it also has `clone`, which returns a client of its own.
-    """
-
-    def set(self, key: str, value: str) -> None:
-        """Write a value, in the place of an earlier one."""
-
-    def get(self, key: str) -> bytes:
-        """Return a value, once it is there."""
-
-    def wait(self, keys: list[str], timeout: timedelta) -> None:
-        """Block until all of these are there. Raises RuntimeError after the timeout."""
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a counter, which begins at 0, and return it. No two callers get the same."""
-
-    def check(self, keys: list[str]) -> bool:
-        """Return whether all of these are there, without waiting. A short `wait` would not do: on
-        a slow line it cannot tell a value that is missing from one that is on its way."""
 
 
 class Ending(Enum):
@@ -80,13 +62,13 @@ def ended_key(rank: int) -> str:
     return f"ended.{rank}"
 
 
-def ending_of(store: KeyValueStore, rank: int) -> Ending | None:
+def ending_of(store: Store, rank: int) -> Ending | None:
     """Return how a rank has ended, None if it has not or if something else stands there."""
     text = value_of(store, name=ended_key(rank))
     return next((ending for ending in Ending if ending.value == text), None)
 
 
-def value_of(store: KeyValueStore, name: str) -> str:
+def value_of(store: Store, name: str) -> str:
     """Return a short value that may be there; empty if it is not, or is too long."""
     if not store.check([name]):
         return ""
@@ -94,7 +76,7 @@ def value_of(store: KeyValueStore, name: str) -> str:
     return data.decode("utf-8", "replace") if len(data) <= MAX_VALUE_BYTES else ""
 
 
-def count_of(store: KeyValueStore, name: str) -> int:
+def count_of(store: Store, name: str) -> int:
     """Return a counter's value without a write; 0 if it is not there, or is no number."""
     text = value_of(store, name)
     return int(text) if text.isdecimal() and len(text) < 16 else 0

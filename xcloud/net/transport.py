@@ -20,11 +20,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from datetime import timedelta
+from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, Store
 
@@ -97,10 +99,6 @@ class Rendezvous:
         for one that sends anything but such texts."""
         return self.words.receive_text(name, rank)
 
-    def wait_for_leaving(self) -> None:
-        """Let the other ranks receive from rank 0 why all end (Words.wait_for_leaving)."""
-        self.words.wait_for_leaving()
-
 
 def rendezvous_store(run_dir: Path) -> Store:
     """Return the store of all ranks of one machine, in a file of the run folder."""
@@ -110,21 +108,56 @@ def rendezvous_store(run_dir: Path) -> Store:
     return store
 
 
-class Collectives(Protocol):
-    """The collective operations of the ranks of one cloud, or of one stage.
+class Collectives:
+    """The collective operations of the ranks of one cloud, or of one stage: those of a process
+    group, which `join` makes at its first use. (Torch's annotations know few of its methods.)
 
-    All of them make the same calls in the same order, with tensors of the same shape and dtype.
-    sum and broadcast (from rank `source`) are in place; what start_sum returns waits for its sum,
-    and until then nobody touches `values`. gather is in the order of the group. mesh returns these
+    All ranks make the same calls in the same order, with tensors of the same shape and dtype. sum
+    and broadcast (from rank `source`) are in place; what start_sum returns waits for its sum, and
+    until then nobody touches `values`. gather is in the order of the group. mesh returns these
     ranks as torch takes them to shard tensors over.
     """
 
-    def barrier(self) -> None: ...
-    def sum(self, values: Tensor) -> None: ...
-    def start_sum(self, values: Tensor) -> Callable[[], object]: ...
-    def broadcast(self, values: Tensor, source: int) -> None: ...
-    def gather(self, values: Tensor) -> list[Tensor]: ...
-    def mesh(self, device: torch.device) -> DeviceMesh: ...
+    def __init__(self, join: Callable[[], Any], ranks: Sequence[int]) -> None:
+        self._group = cache(join)
+        self._ranks = list(ranks)
+
+    @classmethod
+    def joined_in(
+        cls, store: Store, rank: int, ranks: Sequence[int], timeout: timedelta = FOREVER
+    ) -> Collectives:
+        """Return the collectives of ranks that find each other in a store.
+
+        store: a part that nothing else uses.
+        """
+        place = list(ranks).index(rank)
+        return cls(lambda: dist.ProcessGroupGloo(store, place, len(ranks), timeout), ranks)
+
+    def _over(self, values: Tensor) -> Any:
+        return self._group()
+
+    def barrier(self) -> None:
+        self._group().barrier().wait()
+
+    def sum(self, values: Tensor) -> None:
+        self.start_sum(values)()
+
+    def start_sum(self, values: Tensor) -> Callable[[], object]:
+        wait: Callable[[], object] = self._over(values).allreduce([values]).wait
+        return wait
+
+    def broadcast(self, values: Tensor, source: int) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = self._ranks.index(source)
+        self._over(values).broadcast([values], options).wait()
+
+    def gather(self, values: Tensor) -> list[Tensor]:
+        gathered = [torch.zeros_like(values) for _ in self._ranks]
+        self._over(values).allgather([gathered], [values]).wait()
+        return gathered
+
+    def mesh(self, device: torch.device) -> DeviceMesh:
+        raise NotImplementedError("ranks that may restart hold no parts of a tensor")
 
 
 CPU = torch.device("cpu")

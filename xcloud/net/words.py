@@ -181,7 +181,7 @@ class _JoinedLine:
         return decode(buffer, f"rank {self._peer}")
 
 
-class WordsToFirst:
+class WordsToFirst(Words):
     """The words of any rank but the first."""
 
     def __init__(self, join: Callable[[], WordLine], rank: int, within_s: float) -> None:
@@ -209,9 +209,6 @@ class WordsToFirst:
 
         return self._carried(ask, name=name)
 
-    def wait_for_leaving(self) -> None:
-        pass
-
     def _carried(self, call: Callable[[WordLine], str | None], name: str) -> str:
         try:
             # At the first message, so that a rank which has nothing to say waits for nobody.
@@ -226,7 +223,7 @@ class WordsToFirst:
             raise LinkClosed(f"rank 0 ended while this rank waited for its {name!r}") from None
 
 
-class WordsOfFirst:
+class WordsOfFirst(Words):
     """The control messages of rank 0: the texts of all ranks, its own too, by rank and name."""
 
     def __init__(
@@ -350,7 +347,7 @@ class WordsOfFirst:
             self._changed.notify_all()
 
 
-class WordsInOneProcess:
+class WordsInOneProcess(Words):
     """The words of a rank that shares its process with all others."""
 
     def __init__(self, store: HashStore, rank: int, within_s: float) -> None:
@@ -372,6 +369,3 @@ class WordsInOneProcess:
                 "(cluster.liveness.join_within_s)"
             ) from None
         return self._store.get(key).decode("utf-8", "replace")
-
-    def wait_for_leaving(self) -> None:
-        pass

@@ -137,7 +137,7 @@ def _heard_by_others(rendezvous: Rendezvous) -> Iterator[None]:
     except ConfigError:
         # Rank 0 is the other end of their lines: if it ended first, they would read that it is
         # gone and not which setting differs.
-        rendezvous.wait_for_leaving()
+        rendezvous.words.wait_for_leaving()
         raise
 
 
