@@ -15,6 +15,7 @@ from tests.pipelines import in_threads
 from tests.runs import free_port
 from xcloud.base.errors import ConfigError, LinkTimeout
 from xcloud.job.job import Roster
+from xcloud.net.addresses import store_at
 from xcloud.net.frame import Kind, MessageKey
 from xcloud.net.gloo_groups import of_this_attempt
 from xcloud.net.gloo_link import GlooTransport
@@ -22,7 +23,7 @@ from xcloud.net.link_end import InSettings, OutSettings
 from xcloud.net.link_profile import LinkWindow
 from xcloud.net.transport import Rendezvous, rendezvous_store
 from xcloud.rank import restarts
-from xcloud.rank.restarts import attempt_of, rendezvous_under_torchrun, server_store
+from xcloud.rank.restarts import attempt_of, rendezvous_under_torchrun
 from xcloud.rank.role import is_needed
 from xcloud.record.files import ready_file
 
@@ -33,7 +34,7 @@ WINDOW = LinkWindow()
 def begun(
     rank: int, folder: Path, host: str | None = None, port: int = 0, within_s: float = 60.0
 ) -> GlooTransport:
-    store = rendezvous_store(folder) if host is None else server_store(rank, host, port)
+    store = rendezvous_store(folder) if host is None else store_at(host, port, serves=rank == 0)
     beginning = int(store.add(f"beginnings.{rank}", 1))
     return GlooTransport(Rendezvous(rank, 3, store, within_s, True, beginning))
 
@@ -144,7 +145,7 @@ def test_a_port_that_is_taken_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port {port}, which is taken"):
-            server_store(0, "127.0.0.1", port)
+            store_at("127.0.0.1", port, serves=True)
 
 
 def began(store: dist.Store, num_ranks: int) -> list[dist.Store]:

@@ -142,7 +142,8 @@ class StreamOutLink(SendingEnd):
         # Sealed (checksum, time) as late as this, where it leaves the queue: the main thread
         # computes meanwhile. A time below 0 says when it was sent; one above 0 belongs to an
         # emulated line.
-        key, sequence, frame, queued_at_s = self._queue.get()
+        item: Outgoing = self._queue.get()
+        key, sequence, frame, queued_at_s = item
         seal_frame(frame, deliver_at_s=-time.monotonic())
         self.record.sending(
             key, sequence=sequence, num_bytes=frame.numel(), queued_at_s=queued_at_s, slot=None

@@ -51,6 +51,7 @@ class Words(Protocol):
     def wait_for_leaving(self) -> None:
         """In rank 0, wait until the ranks that have joined are gone, for LEAVE_WITHIN_S at most.
         They end once they have received the reason. Other ranks do not wait."""
+        return
 
 
 class WordLine(Protocol):

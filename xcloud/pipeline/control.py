@@ -167,7 +167,9 @@ class Control:
     overdue_s: float
     detector: FailureDetector
     _num_barriers: int = field(default=0, init=False)
-    _listener: Callable[[int, Frame], None] | None = field(default=None, init=False)
+    listener: Callable[[int, Frame], None] | None = field(default=None, init=False)
+    """What is called with each message about a checkpoint and who sent it, in a link's thread. It
+    is set before the first step: nobody sends any until then."""
 
     @property
     def peers(self) -> list[int]:
@@ -224,15 +226,10 @@ class Control:
                 f"{min(record.silent_s, waited_s):.0f} s. Is that rank stopped, or its link down?"
             ) from None
 
-    def listen(self, take: Callable[[int, Frame], None]) -> None:
-        """Have `take` called with each message about a checkpoint and who sent it, in a link's
-        thread. Call it before the first step: nobody sends any until then."""
-        self._listener = take
-
     def receive(self, peer: int, frame: Frame) -> None:
-        if self._listener is None:
+        if self.listener is None:
             raise FrameError(f"{frame.key} of rank {peer} came before the first step")
-        self._listener(peer, frame)
+        self.listener(peer, frame)
 
     def report(self, lines: bytes) -> None:
         """Send report lines to rank 0."""

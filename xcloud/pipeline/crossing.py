@@ -4,7 +4,7 @@ arrives in an evaluation in this process, for a finished run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -38,7 +38,7 @@ class CrossedJob(Protocol):
     def compression(self) -> CompressionPlan: ...
     @property
     def seed(self) -> int: ...
-    def defences_at(self, stage: int, replica: int) -> Any: ...
+    def defences_at(self, stage: int, replica: int) -> Mapping[str, Defence]: ...
 
 
 def codecs_of(
@@ -67,7 +67,7 @@ def learns(part: Any) -> bool:
 def guarded(job: CrossedJob, stage: int, direction: str, channel: SendChannel) -> Sender:
     """Return a channel that leaves a cloud behind the defence that acts there, if one does."""
     replica = job.cluster.placement(channel.identity.sender).replica
-    defence: Defence | None = job.defences_at(stage, replica).get(direction)
+    defence = job.defences_at(stage, replica).get(direction)
     return channel if defence is None else Guard(channel=channel, defence=defence)
 
 

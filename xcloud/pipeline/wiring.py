@@ -26,7 +26,7 @@ from xcloud.comm.channel import (
     Samples,
     SendChannel,
 )
-from xcloud.comm.compression import ChannelId, Compression, CompressionPlan
+from xcloud.comm.compression import ChannelId, Compression
 from xcloud.comm.compression_plans import Selectable, Selection
 from xcloud.comm.state import MEMORY, State, StatefulTree, StateTree, states_of
 from xcloud.comm.step_clock import StepClock
@@ -34,13 +34,12 @@ from xcloud.layout import ClusterLayout
 from xcloud.net.frame import Frame, Kind, MessageKey, Tensors, TensorSpec
 from xcloud.net.link_end import ignore
 from xcloud.pipeline.control import REPORT_CAPACITY_BYTES, Control, StageSums
-from xcloud.pipeline.crossing import codecs_of, guarded, learns
+from xcloud.pipeline.crossing import CrossedJob, codecs_of, guarded, learns
 from xcloud.pipeline.ends import FRAME_SLACK_BYTES, Ends, OnReport
 from xcloud.pipeline.exchange import RankGroup
 from xcloud.pipeline.line_meter import LineMeters
 from xcloud.pipeline.pipeline import BoundaryPorts
 from xcloud.pipeline.schedule import Schedule, max_in_flight
-from xcloud.security.defences import Defence
 
 T = TypeVar("T")
 
@@ -79,24 +78,17 @@ class _Roster(Protocol):
         """True where clouds may be late, leave and come back."""
 
 
-class WiredJob(Protocol):
+class WiredJob(CrossedJob, Protocol):
     """The job as the wiring reads it (job/job.py: PipelineJob)."""
 
-    @property
-    def cluster(self) -> ClusterLayout: ...
     @property
     def roster(self) -> _Roster: ...
     @property
     def boundaries(self) -> Mapping[int, Boundary]: ...
     @property
-    def compression(self) -> CompressionPlan: ...
-    @property
     def schedules(self) -> Sequence[Schedule]: ...
     @property
     def max_micro_batch(self) -> int: ...
-    @property
-    def seed(self) -> int: ...
-    def defences_at(self, stage: int, replica: int) -> Mapping[str, Defence]: ...
 
 
 class AveragingLinks(Protocol):
@@ -254,18 +246,13 @@ def _join_sums(job: WiredJob, ends: Ends, control: Control | None) -> StageSums:
     )
 
 
-def _pair_of_each_micro_batch(layout: ClusterLayout, stage: int) -> list[tuple[int, int]]:
-    """Return between which ranks each micro-batch of a period crosses from `stage` to the next."""
+def rank_pairs(layout: ClusterLayout, stage: int) -> list[tuple[int, int]]:
+    """Return between which ranks each micro-batch of a period crosses from `stage` to the next.
+    Those of replica r are every R-th, from the r-th on."""
     return [
         (layout.owner(stage, micro_batch=i), layout.owner(stage + 1, micro_batch=i))
         for i in range(layout.rank_period(stage))
     ]
-
-
-def rank_pairs(layout: ClusterLayout, stage: int, replica: int) -> set[tuple[int, int]]:
-    """Return the ranks of a replica, before and behind the boundary after `stage`, that have a
-    micro-batch in common."""
-    return {*_pair_of_each_micro_batch(layout, stage=stage)[replica :: layout.num_replicas]}
 
 
 _FORWARD_AHEAD = 32
@@ -325,14 +312,14 @@ class Boundaries:
         job = self._job
         layout = job.cluster
         rank = self._ends.rank
-        pairs = rank_pairs(layout, stage=stage, replica=layout.placement(rank).replica)
+        all_pairs = rank_pairs(layout, stage=stage)
+        pairs = {*all_pairs[layout.placement(rank).replica :: layout.num_replicas]}
         # A direction is a pair of its two ends, so ranks elsewhere have nothing to do for it
         # (docs/decisions/0018).
         if not any(rank in pair for pair in pairs):
             return
         # A boundary joins only ranks that have a micro-batch in common: with a and b ranks these
         # are as many pairs as their least common multiple.
-        all_pairs = _pair_of_each_micro_batch(layout, stage=stage)
         in_flight: Counter[tuple[int, int]] = Counter()
         for schedule in job.schedules:
             fitted = schedule.for_lanes(layout.num_stages, num_lanes=layout.num_lanes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -49,11 +49,9 @@ class PeakBytes(TorchDispatchMode):
 def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
     """Yield the memory of all tensors in nested containers."""
     for tensor in tree_leaves(values):
-        # A DTensor says how large the whole is, and has no memory itself.
-        if isinstance(tensor, Tensor) and not _is_wrapper(tensor) and not tensor.is_meta:
+        if not isinstance(tensor, Tensor) or tensor.is_meta:
+            continue
+        # A DTensor says how large the whole is, and has no memory itself. By way of Any: mypy
+        # holds that no tensor can be a wrapper, and what follows for unreachable.
+        if not is_traceable_wrapper_subclass(cast(Any, tensor)):
             yield tensor.untyped_storage()
-
-
-def _is_wrapper(tensor: Any) -> bool:
-    # By way of Any: mypy holds that no tensor can be a wrapper, and what follows for unreachable.
-    return is_traceable_wrapper_subclass(tensor)

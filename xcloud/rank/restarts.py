@@ -11,13 +11,11 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import torch
-from torch import nn
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistNetworkError
 
@@ -34,9 +32,8 @@ from xcloud.net.addresses import (
 from xcloud.net.failure_detector import Connect, FailureDetector
 from xcloud.net.gloo_link import heartbeat_link
 from xcloud.net.link_end import ignore
-from xcloud.net.rendezvous import JOIN_WITHIN_S, count_of, of_this_attempt, value_of
+from xcloud.net.rendezvous import count_of, of_this_attempt, value_of
 from xcloud.net.transport import Rendezvous, rendezvous_store
-from xcloud.pipeline.exchange import digest
 from xcloud.pipeline.trainer import Trainer
 from xcloud.rank.agreement import rank_name
 from xcloud.record.files import ready_file
@@ -62,12 +59,6 @@ def enter_late(
         trainer.num_updates = trainer.exchange.resume(trainer.num_updates)
 
 
-def parameters_fact(stages: Mapping[int, nn.Module]) -> dict[str, str]:
-    """Return the digest of the parameters, which all replicas begin with, early or late."""
-    whole = torch.cat([digest(stages[stage].parameters()) for stage in sorted(stages)])
-    return {"the parameters before the first update": bytes(whole.tolist()).hex()}
-
-
 def rendezvous_at_any_time(job: Job, rank: int, run_dir: Path) -> Rendezvous:
     """Return the rendezvous of ranks that may start, and restart, at any time. It is at a server
     in rank 0 if MASTER_ADDR and MASTER_PORT are set, otherwise in the run folder."""
@@ -78,7 +69,7 @@ def rendezvous_at_any_time(job: Job, rank: int, run_dir: Path) -> Rendezvous:
     if host is None:
         store = rendezvous_store(run_dir)
     else:
-        store = server_store(rank, host, port, within_s=within_s)
+        store = store_at(host, port, serves=rank == 0, within_s=within_s)
     # A counter, so that links with an earlier process of this rank are told from those with this
     # one.
     beginning = int(store.add(f"beginnings.{rank}", 1))
@@ -90,15 +81,6 @@ def rendezvous_at_any_time(job: Job, rank: int, run_dir: Path) -> Rendezvous:
         is_open=True,
         beginning=beginning,
     )
-
-
-def server_store(rank: int, host: str, port: int, within_s: float = JOIN_WITHIN_S) -> Store:
-    """Return the store that rank 0 serves, on `host` alone.
-
-    Later waits last as long as both ranks are alive; a server that ends is noticed at once. Raises
-    ConfigError for a port that is taken.
-    """
-    return store_at(host, port, serves=rank == 0, within_s=within_s)
 
 
 def rendezvous_under_torchrun(

@@ -4,11 +4,10 @@ facts of rank 0, which reads the text.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from xcloud.base.errors import FrameError
-from xcloud.contracts.model import SPLITS, DataSplit, Task, TaskData
+from xcloud.contracts.model import SPLITS, Task, TaskData
 from xcloud.job.job import PipelineJob
 from xcloud.net.transport import Rendezvous
 from xcloud.rank.agreement import agree_on, compare_facts
@@ -44,7 +43,8 @@ def load_or_be_told(job: PipelineJob, rendezvous: Rendezvous, own: Task | None =
     if not all(text.isdecimal() and len(text) < 10 for text in found.values()):
         raise FrameError(f"rank 0 sent {found} as the numbers of samples")
     sizes = {split: int(text) for split, text in found.items()}
-    data = _with_sizes(task, sizes).load(frozenset(), job.seed)
+    sized: Task = replace(task, sizes=sizes)  # type: ignore[type-var]
+    data = sized.load(frozenset(), job.seed)
     # The sizes may be those of other settings of the task: what follows from both is compared too.
     compare_facts(
         {UNREAD: data.fingerprint()}, theirs={UNREAD: theirs.get(UNREAD, "nothing")}, peer=0
@@ -55,8 +55,5 @@ def load_or_be_told(job: PipelineJob, rendezvous: Rendezvous, own: Task | None =
 def _unread(job: PipelineJob, data: TaskData) -> TaskData:
     """Return what a rank that reads nothing has of the same data."""
     sizes = {split: data.num_samples(split) for split in SPLITS}
-    return _with_sizes(job.task, sizes).load(frozenset(), job.seed)
-
-
-def _with_sizes(task: Task, sizes: Mapping[DataSplit, int]) -> Task:
-    return replace(task, sizes=sizes)  # type: ignore[type-var]
+    sized: Task = replace(job.task, sizes=sizes)  # type: ignore[type-var]
+    return sized.load(frozenset(), job.seed)

@@ -261,7 +261,11 @@ class Evaluator(Hook):
         with reporter.may_lose(SAMPLES_FILE):
             # Before the file is there, as only what its writer has allowed may go to a tracker.
             note_trackable(run_dir, **{SAMPLES_FILE: may_show})
-            if split == "test" and step and self._is_whole_writer:
+            # Only a rank that holds a full model alone writes text: of several ranks, each would
+            # have to see it.
+            is_alone = self.pipeline.num_stages == 1 and self.groups[0].group_size == 1
+            writes = is_alone and type(self.pipeline.stages[0]).follow is not Stage.follow
+            if split == "test" and step and writes:
                 samples = self.data.sample_outputs(split, scores, count=5, follow=self._follow)
             else:
                 samples = self.data.sample_outputs(split, scores, count=5)
@@ -270,14 +274,6 @@ class Evaluator(Hook):
             with reporter.may_lose(SCORES_FILE):
                 note_trackable(run_dir, **{SCORES_FILE: may_show or held})
                 write_scores(run_dir / SCORES_FILE, scores, shows_text=not held)
-
-    @property
-    def _is_whole_writer(self) -> bool:
-        """Return True if this rank alone holds a full model that writes text. Of several ranks,
-        each would have to see the text."""
-        if self.pipeline.num_stages > 1 or self.groups[0].group_size > 1:
-            return False
-        return type(self.pipeline.stages[0]).follow is not Stage.follow
 
     def _follow(self, tokens: Sequence[int]) -> Iterator[int]:
         """Yield what the model writes after these tokens, for at most ANSWERING_S: the barrier

@@ -81,10 +81,6 @@ class ExchangeCost:
         return own_s + self.per_step * (self.codec_s + waits_s)
 
     @property
-    def codec_s_per_step(self) -> float:
-        return self.per_step * self.codec_s
-
-    @property
     def bytes_per_step(self) -> dict[str, float]:
         return {pair: self.per_step * size for pair, size in self.num_bytes.items()}
 

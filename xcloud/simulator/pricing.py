@@ -104,16 +104,17 @@ class Pricer:
             for number in numbers:
                 # Replicas that are alike and have as many micro-batches take equally long, so one
                 # is simulated.
-                key = first, self._num_own(plan, replica=number)
+                key = first, plan.micro_batches_of(number, num_replicas=len(replicas))
                 by_count[key] = by_count.get(key) or self.predict(plan, number)
                 parts.append((by_count[key], replicas[number]))
         slowest = max((part for part, _ in parts), key=lambda part: part.step_s)
         step_s = exchange.step_s(slowest.step_s)
-        waits_s = step_s - slowest.step_s - exchange.codec_s_per_step
+        codec_s = exchange.per_step * exchange.codec_s
+        waits_s = step_s - slowest.step_s - codec_s
         # The exchange comes behind the slowest replica's step. What later steps hide of it costs
         # nothing.
         spent = slowest.critical_s | {
-            "codec of averaging": exchange.codec_s_per_step,
+            "codec of averaging": codec_s,
             f"averaging over link {exchange.where}": waits_s,
         }
         uses = [use for part, _ in parts for use in part.ranks]
@@ -145,9 +146,10 @@ class Pricer:
         """
         b = self.samples(plan)
         longest_s = 0.0
-        call_s = sum(self._calls_s(b))
+        call_s = self.profile.stage_forward_s.at(b) + self.profile.stage_backward_s.at(b)
+        num_replicas = len(self._replicas[plan.strategy])
         for first, stages in self._stages[plan.strategy].items():
-            m = self.passes * self._num_own(plan, replica=first)
+            m = self.passes * plan.micro_batches_of(first, num_replicas)
             through_s = busiest_s = 0.0
             out = back = Direction()
             for (start, end), (slowdown, num_ranks, ways) in zip(plan.spans, stages, strict=True):
@@ -203,7 +205,8 @@ class Pricer:
     def _costs(self, plan: Plan, layout: ClusterLayout, schedule: Schedule) -> Costs:
         b = self.samples(plan)
         num_stages = len(plan.ends)
-        calls_s = self._calls_s(b)
+        call_forward_s = self.profile.stage_forward_s.at(b)
+        call_backward_s = self.profile.stage_backward_s.at(b)
         (forward, backward) = self._boundaries(plan, layout)
         forward_s = []
         backward_s = []
@@ -212,8 +215,8 @@ class Pricer:
         for stage, span in enumerate(plan.spans):
             # A stage is called once for a micro-batch, whatever its pieces.
             work = self._work(*span, b)
-            forward_s.append((calls_s[0] + work.forward_s) * self.crossing.get(stage, 1.0))
-            own_s = calls_s[1] + work.backward_s
+            forward_s.append((call_forward_s + work.forward_s) * self.crossing.get(stage, 1.0))
+            own_s = call_backward_s + work.backward_s
             # A split backward calls the layers' products apart, which costs or saves some time.
             if _splits(schedule, stage=stage, num_stages=num_stages):
                 own_s = max(0.0, own_s + work.splitting_s)
@@ -244,12 +247,6 @@ class Pricer:
             control_bytes=self.profile.control_bytes,
             weights_s=weights_s,
         )
-
-    def _calls_s(self, b: float) -> tuple[float, float]:
-        return self.profile.stage_forward_s.at(b), self.profile.stage_backward_s.at(b)
-
-    def _num_own(self, plan: Plan, replica: int) -> int:
-        return plan.micro_batches_of(replica, num_replicas=len(self._replicas[plan.strategy]))
 
     def _ring_s(self, cloud: str, num_ranks: int, num_bytes: float) -> float:
         """Return the seconds of a sum over ranks of one cloud.

@@ -19,7 +19,7 @@ from xcloud.experiment import Experiment
 from xcloud.features.checkpoints.restored import check_facts, restored
 from xcloud.pipeline.batch_plan import SampleFeed
 from xcloud.pipeline.ends import Ends
-from xcloud.pipeline.exchange import AllReduce, Exchange
+from xcloud.pipeline.exchange import AllReduce, Exchange, digest
 from xcloud.pipeline.hook import Hook, Hooks, StepReport
 from xcloud.pipeline.overlapped_sums import overlapped_sums
 from xcloud.pipeline.pipeline import Pipeline, hand_over
@@ -35,7 +35,7 @@ from xcloud.rank.reports import (
     TypicalStep,
     give_freed_memory_back,
 )
-from xcloud.rank.restarts import enter_late, parameters_fact
+from xcloud.rank.restarts import enter_late
 from xcloud.rank.role import RankContext
 from xcloud.rank.row_counts import load_or_be_told
 from xcloud.rank.saving import InputDigests
@@ -239,7 +239,11 @@ def _compare(built: BuiltRank) -> dict[str, str]:
         bases |= stage.architecture.get(BASES, {})
     shared = {**bases, **built.data.shared_digests()}
     if built.context.job.roster.is_elastic:  # every replica holds all of it
-        agree_on("parameters", rendezvous, facts={**parameters_fact(built.stages), **shared})
+        # All replicas begin with the same parameters, early or late.
+        digests = [digest(built.stages[stage].parameters()) for stage in sorted(built.stages)]
+        begun_with = bytes(torch.cat(digests).tolist()).hex()
+        facts = {"the parameters before the first update": begun_with, **shared}
+        agree_on("parameters", rendezvous, facts=facts)
     else:
         built.wiring.barrier()
         agree_where_shared(rendezvous, facts=shared)

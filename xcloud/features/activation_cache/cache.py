@@ -153,7 +153,7 @@ def activation_caches(
     for stage, boundary in boundaries.items():
         if not max_bytes or not boundary.is_constant:
             continue
-        pairs = rank_pairs(layout, stage, replica)
+        pairs = {*rank_pairs(layout, stage)[replica :: layout.num_replicas]}
         for sender, receiver in pairs:
             if rank not in (sender, receiver) or layout.wan_between(sender, peer=receiver) is None:
                 continue

@@ -121,8 +121,8 @@ class Checkpointer(Hook):
         if control is not None:
             # Called in the threads of the links; what it does to files runs in the thread that
             # writes.
-            control.listen(
-                lambda peer, frame: self._take(peer, frame.key.step, code_of(frame, peer))
+            control.listener = lambda peer, frame: self._take(
+                peer, frame.key.step, code_of(frame, peer)
             )
 
     def before_update(self, step: int) -> None:
