@@ -176,7 +176,7 @@ def test_once_what_matters_is_done_the_end_of_a_connection_is_no_cut(clock: Cloc
     course = course_of(state)
     course.met()
     course.carries(0)
-    course.linger(30.0)
+    course.linger_until_s = clock.now_s + 30.0
     course.ended(0, "the connection was closed")
     assert (state.num_cuts, state.num_outages) == (0, 0)
     clock.now_s += 29.0

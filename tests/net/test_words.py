@@ -62,7 +62,7 @@ def test_rank_0_waits_until_those_who_joined_have_heard_and_are_gone(tmp_path: P
         own = rendezvous(tmp_path, 0)
         own.read("table", 1)
         own.write("verdict", "stop")
-        own.wait_for_leaving()
+        own.words.wait_for_leaving()
         return [*heard]
 
     def other() -> None:

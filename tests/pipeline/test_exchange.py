@@ -37,7 +37,7 @@ def test_gradients_live_in_one_buffer_that_autograd_fills() -> None:
 
     assert torch.equal(buffer.gradients, torch.full((8,), 2.0))
     assert buffer.squared_norm() == pytest.approx(32.0)
-    buffer.scale(0.5)
+    buffer.gradients.mul_(0.5)
     assert torch.equal(module.weight.grad, torch.ones(2, 3))
     buffer.zero()
     assert float(module.weight.grad.abs().sum()) == 0.0
@@ -87,7 +87,7 @@ class Spy(Exchange):
         self.calls.append(("before", step))
         self.buffers = buffers
         for buffer in buffers.values():
-            buffer.scale(0.5)
+            buffer.gradients.mul_(0.5)
         return self.inner.before_update(step, buffers, losses)
 
     def after_update(self, step: int, work: Work) -> None:

@@ -201,10 +201,9 @@ class Selection(StatefulTree):
 
     own_names = ("choice", "before", "since_step")
 
-    def __init__(self) -> None:
-        self.choice = 0
-        self.before = 0
-        self.since_step = 0
+    choice = 0
+    before = 0
+    since_step = 0
 
     def switch(self, choice: int, from_step: int) -> None:
         self.choice, self.before, self.since_step = choice, self.at(from_step - 1), from_step

@@ -112,14 +112,9 @@ class _PerSample(Memory):
 
     def _pop(self, sample: int, like: Tensor) -> Tensor | None:
         found = self._get(sample, like)
-        self._note(sample)
-        self._tensors.pop(sample, None)
+        # Noted only once: what counts is the state before the first message of the update.
+        self._before.setdefault(sample, self._tensors.pop(sample, None))
         return found
-
-    def _note(self, sample: int) -> None:
-        """Note a sample before anything of it changes."""
-        # Only the first time: what counts is the state before the first message of the update.
-        self._before.setdefault(sample, self._tensors.get(sample))
 
     def _plus(self, tensor: Tensor, rows: SampleRows, factor: float, pop: bool = False) -> Tensor:
         # Error feedback takes the residual away with the message that carries it; a cache stays.
@@ -133,7 +128,7 @@ class _PerSample(Memory):
     def _put(self, sample: int, tensor: Tensor) -> None:
         """Keep a copy of the tensor. A non-finite one is dropped, as it would stay non-finite for
         ever. Both ends of a channel decide alike, since both have seen the same values."""
-        self._note(sample)
+        self._before.setdefault(sample, self._tensors.get(sample))
         if not bool(tensor.isfinite().all()):
             self._tensors.pop(sample, None)
             return
@@ -255,7 +250,7 @@ class TokenMeans(Memory):
     own_names = ("tokens", "numbers", "sums")
 
     def __post_init__(self) -> None:
-        self._means = _Means.none()
+        self._means = _Means(torch.zeros(0, dtype=torch.int64), torch.zeros(0), torch.zeros(0, 0))
         self._before: _Means | None = None  # since the last `settle`
 
     def before_send(self, tensor: Tensor, rows: SampleRows) -> Tensor:
@@ -317,10 +312,6 @@ class _Means:
     tokens_T: Tensor
     numbers_T: Tensor
     sums_TD: Tensor
-
-    @staticmethod
-    def none() -> _Means:
-        return _Means(torch.zeros(0, dtype=torch.int64), torch.zeros(0), torch.zeros(0, 0))
 
     def of(self, keys_R: Tensor, features: torch.Size) -> Tensor:
         """Return the anchor of each row."""

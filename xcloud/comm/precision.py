@@ -11,7 +11,7 @@ so that every step is one pass over neighbouring bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -156,7 +156,13 @@ class BlockInt(Draws):
         blocks_MK = values_N.view(-1, self.block)
         codes_MK = torch.empty_like(blocks_MK, dtype=torch.uint8)
         scales_M = torch.empty(len(blocks_MK), dtype=torch.int16, device=tensor.device)
-        quantize = self._quantizer(tensor.device)
+        quantize: Callable[[Tensor], tuple[Tensor, Tensor]]
+        if self.stochastic:
+            # The receiver needs no seed: codes are what they are.
+            generator = torch.Generator(tensor.device).manual_seed(self._next_seed())
+            quantize = partial(self._stochastic, generator=generator)
+        else:
+            quantize = _signs if self.bits == 1 else self._nearest
         # In pieces that a processor's cache holds; on a GPU each would be kernels of its own.
         on_cpu = tensor.device.type == "cpu"
         step = max(1, _CHUNK // self.block if on_cpu else len(blocks_MK))
@@ -187,15 +193,8 @@ class BlockInt(Draws):
         """Added to levels to make codes; at 1 bit level 0 stands for +scale."""
         return 1 << (self.bits - 1)
 
-    def _quantizer(self, device: torch.device) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-        """Blocks [M, K] → levels [M, K] as float32, scales [M]."""
-        if not self.stochastic:
-            return _signs if self.bits == 1 else self._nearest
-        # The receiver needs no seed: codes are what they are.
-        generator = torch.Generator(device).manual_seed(self._next_seed())
-        return lambda blocks_MK: self._stochastic(blocks_MK, generator)
-
     def _nearest(self, blocks_MK: Tensor) -> tuple[Tensor, Tensor]:
+        """Blocks [M, K] → levels [M, K] as float32, scales [M]."""
         half = self._offset
         low_M = blocks_MK.amin(1)
         high_M = blocks_MK.amax(1)

@@ -155,13 +155,10 @@ class Course:
         self._carrying: set[int] = set()  # connections
         self._num_empty = 0  # connections in a row that carried nothing
         self._since_s = time.monotonic()  # since when no data pass
-        self._linger_until_s: float | None = None
+        # When it ends once all messages have been carried; from then on a disconnect no longer
+        # counts as one.
+        self.linger_until_s: float | None = None
         self.has_carried = False
-
-    def linger(self, for_s: float) -> None:
-        """Continue for `for_s` seconds only. All messages have been carried, so a disconnect no
-        longer counts as one."""
-        self._linger_until_s = time.monotonic() + for_s
 
     def met(self) -> None:
         """Note that a connection was made and its peer has greeted."""
@@ -198,7 +195,7 @@ class Course:
                 self._since_s = time.monotonic()
         # All messages have been carried in the other case, so that the end of a connection is what
         # both sides want and no cut.
-        if self._linger_until_s is None:
+        if self.linger_until_s is None:
             if has_carried:
                 self._state.was_cut()
             self.failed(reason)
@@ -216,8 +213,8 @@ class Course:
             since_s = self._since_s
         now_s = time.monotonic()
         # Nobody is waited for any more, except a sender that may not know that all has come.
-        if self._linger_until_s is not None:
-            return now_s > self._linger_until_s
+        if self.linger_until_s is not None:
+            return now_s > self.linger_until_s
         who = self._state.peer_name
         # Before the first greeting the limit is that of joining. After it the limit is
         # `reconnect_s`, since the peer's process was there.

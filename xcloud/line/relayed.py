@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import random
 import socket
 import struct
 import threading
@@ -59,10 +58,6 @@ class Meeting:
 
     relay: tuple[str, int]
     rooms: tuple[bytes, ...]
-
-    def dial(self) -> socket.socket:
-        """Return a connection to who listens in a room. Raises LineDown."""
-        return enter(self.relay, room=random.choice(self.rooms), side=Side.DIALS)
 
 
 def rooms_of(keys: LineKeys, cloud: str, label: str) -> tuple[bytes, ...]:

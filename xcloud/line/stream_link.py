@@ -238,7 +238,7 @@ class StreamOutLink(SendingEnd):
         """Send that the stream has ended, and wait a moment until the receiver has got it: closed
         at once the connection may be reset, and the receiver not know."""
         connection.queue(END)
-        self._connections.course.linger(0.0)
+        self._connections.course.linger_until_s = time.monotonic()
         self.over.set()
         place = memoryview(bytearray(ACKNOWLEDGEMENT.size))
         until_s = time.monotonic() + SPEAK_EVERY_S
@@ -354,7 +354,7 @@ class StreamInLink(ReceivingEnd):
                 if frame.key.kind is Kind.CLOSE:
                     # The last acknowledgement may be lost, so the connections answer for a while
                     # longer.
-                    self._connections.course.linger(LINGER_S)
+                    self._connections.course.linger_until_s = time.monotonic() + LINGER_S
                     return self._leave()
                 self._deliver(frame)
                 del found, frame  # not held until the next message

@@ -9,6 +9,7 @@ that this rank waits for leads further.
 from __future__ import annotations
 
 import math
+import random
 import socket
 import ssl
 import threading
@@ -29,7 +30,7 @@ from xcloud.line.hello import (
     read_hello,
 )
 from xcloud.line.pinned_tls import LineDown, PinnedTls, in_words
-from xcloud.line.relayed import CONNECT_S, Meeting, RelayDoor
+from xcloud.line.relayed import CONNECT_S, Meeting, RelayDoor, Side, enter
 from xcloud.net.link_end import ignore
 
 _BACKLOG = 128
@@ -189,7 +190,8 @@ class Dialler:
     def _dialled(self) -> socket.socket:
         try:
             if isinstance(self._address, Meeting):
-                return self._address.dial()
+                room = random.choice(self._address.rooms)
+                return enter(self._address.relay, room=room, side=Side.DIALS)
             return socket.create_connection(self._address, timeout=CONNECT_S)
         except LineDown as error:
             raise LineDown(f"{self._cloud}: {error}") from None

@@ -38,13 +38,13 @@ from xcloud.net.peer import Peer
 T = TypeVar("T")
 
 
+@dataclass(eq=False)
 class QueuedBytes:
     """The bytes of messages that wait in the queues of one rank. Thread-safe."""
 
-    def __init__(self) -> None:
-        self.peak_bytes = 0
-        self._num_bytes = 0
-        self._lock = threading.Lock()
+    peak_bytes: int = 0
+    _num_bytes: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, num_bytes: int) -> None:
         """Count bytes that joined a queue; below 0 for what has left one."""

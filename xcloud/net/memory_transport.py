@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeVar
 
@@ -27,15 +28,16 @@ T = TypeVar("T")
 PATIENCE = timedelta(seconds=60)
 
 
+@dataclass(eq=False)
 class MemoryWorld:
     """The store and the lines that the ranks of one job share in one process."""
 
-    def __init__(self, num_ranks: int = 1) -> None:
-        self.num_ranks = num_ranks
-        self.store = HashStore()
-        self.computing = threading.Lock()  # torch's random generator is one for all threads
-        self._lock = threading.Lock()
-        self._lines: dict[tuple[str, int, int], _MemoryLine] = {}
+    num_ranks: int = 1
+    store: HashStore = field(default_factory=HashStore)
+    computing: threading.Lock = field(default_factory=threading.Lock)
+    """Torch's random generator is one for all threads."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _lines: dict[tuple[str, int, int], _MemoryLine] = field(default_factory=dict)
 
     def transport(self, rank: int) -> MemoryTransport:
         return MemoryTransport(world=self, rank=rank)

@@ -12,17 +12,17 @@ from xcloud.contracts.model import Batch
 from xcloud.pipeline.exchange import Work
 
 
+@dataclass(eq=False)
 class BatchPlan:
     """An endless stream of shuffled epochs, cut into batches of `batch_size` sample ids.
 
     Every sample comes once in each epoch; a batch may span two epochs.
     """
 
-    def __init__(self, num_samples: int, batch_size: int, seed: int) -> None:
-        self.num_samples = num_samples
-        self.batch_size = batch_size
-        self.seed = seed
-        self._epochs: dict[int, Tensor] = {}
+    num_samples: int
+    batch_size: int
+    seed: int
+    _epochs: dict[int, Tensor] = field(default_factory=dict, init=False)
 
     def ids(self, step: int) -> Tensor:
         """Sample ids of update `step` (1-based), int64 [batch_size]."""

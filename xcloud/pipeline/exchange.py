@@ -198,10 +198,6 @@ class FlatBuffer:
         squares = squared_norm(self.gradients) + self.squares_elsewhere
         return 0.0 if squares < 0 else squares  # of nothing but what another end counts, rounded
 
-    def scale(self, factor: float) -> None:
-        """Multiply the gradients."""
-        self.gradients.mul_(factor)
-
 
 @dataclass
 class Work:

@@ -407,7 +407,7 @@ class Trainer(StatefulTree):
         if norm > limit:
             with self.pipeline.clock.during("clip"):
                 for stage in self.stages.values():
-                    stage.buffer.scale(limit / norm)
+                    stage.buffer.gradients.mul_(limit / norm)
         return norm
 
     def _step_optimizers(self, learning_rate: float, step: int) -> None:

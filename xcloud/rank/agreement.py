@@ -114,7 +114,8 @@ def agree(
     if rank == 0:
         found = _Comparison(job, rendezvous, mine, peers=compared - {0}).verdict(newest)
         # The text quotes values of other ranks, and is printed on every owner's terminal.
-        found = replace(found, text=_printable(found.text), attempt=time.time_ns())
+        text = "".join(c if " " <= c <= "~" or c == "\n" else "?" for c in found.text)
+        found = replace(found, text=text[:_MAX_TEXT], attempt=time.time_ns())
         rendezvous.write("verdict", json.dumps(asdict(found)))
     elif rank not in compared:
         # Rank 0 may have given its verdict hours ago, so this rank compares by itself and ends
@@ -371,10 +372,6 @@ def _decoded(adapter: TypeAdapter[T], text: str, what: str) -> T:
         return adapter.validate_json(text if len(text) <= MAX_BYTES else "", strict=True)
     except ValidationError as error:  # the first reason, without what was sent
         raise FrameError(f"{what}: {error.errors()[0]['msg']}") from None
-
-
-def _printable(text: str) -> str:
-    return "".join(c if " " <= c <= "~" or c == "\n" else "?" for c in text)[:_MAX_TEXT]
 
 
 def table_of(compared: Mapping[str, str]) -> ComparedTable:

@@ -7,8 +7,12 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+
+_TWICE_WITHIN_S = 0.5  # a terminal and torchrun may both pass on one Ctrl+C
 
 
+@dataclass(eq=False)
 class StopSignal:
     """A note of whether this process was asked to end.
 
@@ -16,13 +20,10 @@ class StopSignal:
     nothing can be saved, and for the second time, the process ends at once.
     """
 
-    _TWICE_WITHIN_S = 0.5  # a terminal and torchrun may both pass on one Ctrl+C
-
-    def __init__(self) -> None:
-        self.is_armed = False
-        self.is_reported = False  # to rank 0
-        self.before_exit: Callable[[], object] = lambda: None  # where it ends at once
-        self._asked_at_s: float | None = None
+    is_armed: bool = False
+    is_reported: bool = False  # to rank 0
+    before_exit: Callable[[], object] = lambda: None  # where it ends at once
+    _asked_at_s: float | None = None
 
     @property
     def was_asked(self) -> bool:
@@ -48,7 +49,7 @@ class StopSignal:
             now_s = time.monotonic()
             # A handler runs in the main thread between two bytecodes, so it only notes the
             # request: whoever asks `was_asked` next ends in order.
-            again = now_s - (self._asked_at_s or now_s) > self._TWICE_WITHIN_S
+            again = now_s - (self._asked_at_s or now_s) > _TWICE_WITHIN_S
             if again or not self.is_armed:
                 self.before_exit()
                 os._exit(128 + number if again else exit_code)

@@ -234,7 +234,7 @@ class ProducerRun(StatefulTree):
         if self._buffer is not None:
             with self._clock.during("average"):
                 summed = self._buffer.sum_over(group, loss=torch.tensor(fed.loss))
-                self._buffer.scale(1.0 / group.group_size)
+                self._buffer.gradients.mul_(1.0 / group.group_size)
                 loss = float(summed) / group.group_size
             is_finite = self._buffer.has_finite_squares()  # of the sums, so alike in all ranks
         if not is_finite:
