@@ -26,6 +26,7 @@ from xcloud.net.memory_transport import MemoryWorld
 from xcloud.net.memory_transport import in_threads as run_in_threads
 from xcloud.net.peer import Peer
 from xcloud.net.transport import Transport
+from xcloud.pipeline.control import send_report
 from xcloud.pipeline.exchange import RankGroup
 from xcloud.rank.agreement import Verdict
 from xcloud.rank.role import RankContext
@@ -120,7 +121,7 @@ def test_ranks_meet_report_and_close_over_the_real_wiring() -> None:
         wiring = ranks[rank].wiring
         assert wiring.control is not None
         if rank:
-            wiring.control.report(f"rank {rank}\n".encode())
+            send_report(wiring.control.out[0], f"rank {rank}\n".encode())
         with wiring.control.detector.running():
             time.sleep(0.01 * rank)
             wiring.barrier()

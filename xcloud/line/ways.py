@@ -15,6 +15,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from xcloud.base.errors import FrameError, LinkClosed
@@ -87,6 +88,7 @@ class Way(Protocol):
         """Wait for this greeting no longer."""
 
 
+@dataclass(eq=False)
 class KnownAttempts:
     """The attempt of each other cloud, as this rank first heard of it. Thread-safe.
 
@@ -95,10 +97,10 @@ class KnownAttempts:
     attempt: it waits for this rank's next one.
     """
 
-    def __init__(self) -> None:
-        self._known: dict[str, int] = {}
-        self.began_again: set[str] = set()  # clouds that have begun the run again
-        self._lock = threading.Lock()
+    began_again: set[str] = field(default_factory=set)
+    """The clouds that have begun the run again."""
+    _known: dict[str, int] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def of(self, cloud: str) -> int:
         """Return the known attempt of a cloud; 0 for none."""

@@ -4,6 +4,7 @@ Where ranks may begin at any time, also again, those of a cloud begin together."
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,14 +66,16 @@ class GlooCollectives(Collectives):
         return DeviceMesh.from_group(self._nccl, device.type)
 
 
+@dataclass(eq=False)
 class OpenGroups:
     """The groups of ranks that may begin at any time, also again."""
 
-    def __init__(self, rendezvous: Rendezvous) -> None:
-        self.rendezvous = rendezvous
-        self._known: dict[int, int] = {}  # beginnings of peers with which links were made
-        self._num_groups = 0
-        self._parts: dict[tuple[int, ...], Store] = {}  # of ranks that begin together
+    rendezvous: Rendezvous
+    _known: dict[int, int] = field(default_factory=dict)
+    """The beginnings of peers with which links were made."""
+    _num_groups: int = 0
+    _parts: dict[tuple[int, ...], Store] = field(default_factory=dict)
+    """The parts of the store of ranks that begin together."""
 
     def join(self, ranks: Sequence[int]) -> Collectives | None:
         """Join ranks that end and begin together; over gloo on GPUs too."""

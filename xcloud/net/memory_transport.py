@@ -84,15 +84,15 @@ class MemoryTransport(Transport):
         return Collectives.joined_in(store, rank=self.rank, ranks=ranks, timeout=PATIENCE)
 
 
+@dataclass(eq=False)
 class _MemoryLine:
     """The memory between two ranks, in one direction. Frames wait here until the receiving end is
     made."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._waiting: list[Tensor] = []
-        self._take: Callable[[Tensor], None] | None = None
-        self.blocked: Callable[[], AbstractContextManager[object]] = nullcontext
+    blocked: Callable[[], AbstractContextManager[object]] = nullcontext
+    _take: Callable[[Tensor], None] | None = None
+    _waiting: list[Tensor] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def carry(self, frame: Tensor) -> None:
         with self._lock:

@@ -16,6 +16,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
 from functools import partial
@@ -348,25 +349,24 @@ class WordsOfFirst(Words):
             self._changed.notify_all()
 
 
+@dataclass(eq=False)
 class WordsInOneProcess(Words):
     """The words of a rank that shares its process with all others."""
 
-    def __init__(self, store: HashStore, rank: int, within_s: float) -> None:
-        self._store = store
-        self._rank = rank
-        self._within_s = within_s
+    store: HashStore
+    rank: int
+    within_s: float
 
     def send_text(self, name: str, text: str) -> None:
         encode(ControlMessage(WordKind.TELL, name, text))  # as bounded as over a line
-        self._store.set(f"word {self._rank} {name}", text)
+        self.store.set(f"word {self.rank} {name}", text)
 
     def receive_text(self, name: str, rank: int) -> str:
         key = f"word {rank} {name}"
         try:
-            self._store.wait([key], timedelta(seconds=self._within_s))
+            self.store.wait([key], timedelta(seconds=self.within_s))
         except RuntimeError:
             raise LinkTimeout(
-                f"rank {rank} has not come in {self._within_s:g} s "
-                "(cluster.liveness.join_within_s)"
+                f"rank {rank} has not come in {self.within_s:g} s (cluster.liveness.join_within_s)"
             ) from None
-        return self._store.get(key).decode("utf-8", "replace")
+        return self.store.get(key).decode("utf-8", "replace")

@@ -231,10 +231,6 @@ class Control:
             raise FrameError(f"{frame.key} of rank {peer} came before the first step")
         self.listener(peer, frame)
 
-    def report(self, lines: bytes) -> None:
-        """Send report lines to rank 0."""
-        send_report(self.out[0], lines=lines)
-
 
 def send_report(link: SendingEnd, lines: bytes) -> None:
     """Send whole report lines, at most REPORT_CAPACITY_BYTES; does not wait."""

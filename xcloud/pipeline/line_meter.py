@@ -14,13 +14,13 @@ from xcloud.net.frame import Frame, Kind
 _NUM_PROBES = 9
 
 
+@dataclass(eq=False)
 class LineMeter:
     """The meter of all links from one rank to this one, whose threads call it."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._delays_s: deque[float] = deque(maxlen=_NUM_PROBES)
-        self._arrived_at_s = 0.0
+    _delays_s: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_PROBES))
+    _arrived_at_s: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def delay_s(self) -> float:

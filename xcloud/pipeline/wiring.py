@@ -51,12 +51,12 @@ MakeReceiver = Callable[..., ReceiveChannel]
 what arrived builds one of its own."""
 
 
+@dataclass(eq=False)
 class Loopback:
     """Both ends of a boundary between two stages of one rank: hands over what it is given."""
 
-    def __init__(self) -> None:
-        self._messages: dict[MessageKey, Message] = {}
-        self._start: Tensors = ()
+    _messages: dict[MessageKey, Message] = field(default_factory=dict)
+    _start: Tensors = ()
 
     def send(self, key: MessageKey, message: Message, samples: Samples) -> Message:
         self._messages[key] = {name: value.detach() for name, value in message.items()}
@@ -342,7 +342,11 @@ class Boundaries:
     def _join_one_way(
         self, stage: int, direction: str, sender: int, receiver: int, under_way: int
     ) -> None:
-        """Make the end, or both ends, of one direction between two ranks that this rank holds."""
+        """Make the end, or both ends, of one direction between two ranks that this rank holds.
+
+        What moves: activations from `sender`, before the boundary, to `receiver` behind it
+        (direction "forward"), or their gradients the other way ("backward").
+        """
         job = self._job
         ends = self._ends
         ports = self.ports[stage]
@@ -371,6 +375,7 @@ class Boundaries:
             seed=job.seed, boundary=stage, direction=direction, sender=sender, receiver=receiver
         )
         if sender == ends.rank:
+            # Outwards: the stage, then a defence, the channel (memory, compressor), the link.
             link = ends.out(
                 line,
                 receiver,
@@ -387,7 +392,8 @@ class Boundaries:
                 self.wan_sends.append(channel)
                 outs[receiver] = guarded(job, stage, direction, channel)
             return
-        # Only an autopilot that may change the compression asks how fast the line is.
+        # Inwards: the link, then the channel, the stage. Only an autopilot that may change the
+        # compression asks how fast the line is.
         measure: Callable[[Frame, float], None] = ignore
         if isinstance(compression, Selectable) and wan is not None and wan.is_metered:
             measure = self.shared(LineMeters).of(identity)

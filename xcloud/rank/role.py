@@ -16,7 +16,7 @@ from xcloud.job.job import Job
 from xcloud.net.link import LinkRecord
 from xcloud.net.peer import Peer
 from xcloud.net.transport import Transport
-from xcloud.pipeline.control import Control
+from xcloud.pipeline.control import Control, send_report
 from xcloud.pipeline.ends import OnReport
 from xcloud.rank.agreement import Verdict
 from xcloud.rank.saving import InputDigests, Saver
@@ -109,7 +109,7 @@ class Role(ABC, Generic[JobT]):
     def report(self, lines: bytes) -> None:
         """Carry lines of the reporter to rank 0. Never called in rank 0."""
         assert self.control is not None, "this role has no other ranks"
-        self.control.report(lines)
+        send_report(self.control.out[0], lines)
 
     def needs(self, lost: frozenset[int]) -> bool:
         """Return whether this rank cannot continue once these have ended or become silent."""
