@@ -343,7 +343,7 @@ def test_what_other_attempts_left_is_deleted_and_what_has_come_for_this_one_stay
         store.put(f"folder/{name}", b"data")
     arrivals = Arrivals(store, folder="folder")
     arrivals.clean(this)
-    arrivals.close()
+    arrivals.store.over.set()
     assert store.sizes("folder").keys() == {names[0], "note"}
 
 
@@ -517,7 +517,7 @@ def test_what_is_listed_and_not_there_is_read_once_a_listing_and_named_in_the_en
     ):
         take(arrivals, box, 0, keys, max_bytes=1000)
     assert 1 < num["read"] <= num["listed"]
-    arrivals.close()
+    arrivals.store.over.set()
 
 
 @pytest.mark.parametrize("killed", [0, 1])

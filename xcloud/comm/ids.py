@@ -255,9 +255,7 @@ def decode_ids(data: Reader, num_tokens: int, vocab_size: int) -> Ints:
     class_T = (symbol_T % RARE).astype(np.int64)
     if int(rare_T.max(initial=0)) > 1:
         raise FrameError(f"unknown classes of tokens: {int(symbol_T.max())}")
-    value_T = (
-        read_bits(data.take(bits_bytes(class_T)), widths_N=class_T) + (np.int64(1) << class_T) - 1
-    )
+    value_T = read_bits(data, widths_N=class_T) + (np.int64(1) << class_T) - 1
     is_rare_T = rare_T == 1
     if (value_T >= np.where(is_rare_T, vocab_size, size)).any():
         raise FrameError(f"a code points beyond {vocab_size} ids or {size} dictionary entries")
@@ -317,29 +315,26 @@ def decode_ascending(data: Reader, count: int, below: int) -> Ints:
     data.take(int(ends[-1]) // 8 + 1)
     widths = np.full(count, k)
     high = np.diff(ends, prepend=-1) - 1
-    gaps = (high << k) + read_bits(data.take(bits_bytes(widths)), widths_N=widths)
+    gaps = (high << k) + read_bits(data, widths_N=widths)
     numbers = np.cumsum(gaps + 1) - 1
     if int(numbers[-1]) >= below:
         raise FrameError(f"a number is {int(numbers[-1])}, expected below {below}")
     return numbers
 
 
-def bits_bytes(widths_N: Ints) -> int:
-    """Bytes that numbers of these widths take."""
-    return (int(widths_N.sum()) + 7) // 8
-
-
 def write_bits(numbers_N: Ints, widths_N: Ints) -> Tensor:
-    """Numbers in 0..2**width-1, lowest bits first → uint8 [bits_bytes(widths)]."""
+    """Numbers in 0..2**width-1, lowest bits first → uint8, (sum of the widths + 7) // 8
+    bytes."""
     place_K, shift_K = _layout(widths_N)
     bits_K = (numbers_N[place_K] >> shift_K) & 1
     return torch.from_numpy(np.packbits(bits_K.astype(np.uint8)))
 
 
-def read_bits(data: Tensor, widths_N: Ints) -> Ints:
+def read_bits(data: Reader, widths_N: Ints) -> Ints:
     """The numbers of `write_bits`; widths up to 52."""
+    packed = data.take((int(widths_N.sum()) + 7) // 8)
     place_K, shift_K = _layout(widths_N)
-    bits_K = np.unpackbits(data.numpy(), count=len(place_K)).astype(np.int64)
+    bits_K = np.unpackbits(packed.numpy(), count=len(place_K)).astype(np.int64)
     # Sums below 2**53 are exact in float64.
     sums = np.bincount(place_K, weights=bits_K << shift_K, minlength=len(widths_N))
     return sums.astype(np.int64)

@@ -160,7 +160,7 @@ class JoinedProcess(RankProcess):
         with super().taking_part(role, final_report):
             yield
         if self.rank == 0 and isinstance(lines, SealedLines):  # its events need no link
-            for state in lines.states.values():
+            for state in list(lines.states.values()):
                 role.reporter.event("line", **_measured(state))
             role.reporter.flush()
         detector.leave()  # what is left to close ends no run

@@ -292,9 +292,6 @@ class Arrivals:
             if _NAME.fullmatch(name) and not (attempt and name.startswith(attempt)):
                 self.store.delete(f"{self._folder}/{name}")
 
-    def close(self) -> None:
-        self.store.over.set()
-
     def _run(self) -> None:
         news_at_s = time.monotonic()
         check_at_s = news_at_s

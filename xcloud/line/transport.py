@@ -146,7 +146,7 @@ class SealedLines:
         self._on_lost = on_lost
         self._attempts = KnownAttempts()
         self._ways: dict[int, Way] = {}
-        self._states: dict[int, LineState] = {}
+        self.states: dict[int, LineState] = {}  # of the line to each rank
         self._outs: list[StreamOutLink] = []
         self._incoming: list[StreamInLink] = []
         self.words: list[SealedWordLine] = []
@@ -157,12 +157,7 @@ class SealedLines:
     @property
     def texts(self) -> list[str]:
         """The lines that are down, in words."""
-        return [text for state in list(self._states.values()) if (text := state.text) is not None]
-
-    @property
-    def states(self) -> dict[int, LineState]:
-        """Return the state of the line to each rank, by rank."""
-        return dict(self._states)
+        return [text for state in list(self.states.values()) if (text := state.text) is not None]
 
     def out(self, line: str, peer: int, settings: OutSettings) -> StreamOutLink:
         """Return the sending end of a line to a rank of another cloud."""
@@ -234,9 +229,9 @@ class SealedLines:
     def _stream(self, line: str, sender: int, receiver: int) -> Stream:
         place = self.place
         peer = receiver if sender == place.rank else sender
-        if peer not in self._states:
+        if peer not in self.states:
             peer_name = f"rank {peer} of {place.cloud_of(peer)}"
-            self._states[peer] = LineState(peer_name, say=self._say)
+            self.states[peer] = LineState(peer_name, say=self._say)
         name = StreamName(
             line,
             place.cloud_of(sender),
@@ -249,7 +244,7 @@ class SealedLines:
             run=place.run,
             attempt=place.attempt,
             way=self._way_to(peer),
-            state=self._states[peer],
+            state=self.states[peer],
             first_within_s=place.first_within_s,
             reconnect_s=place.reconnect_s,
             on_lost=self._on_lost,
