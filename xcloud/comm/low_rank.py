@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Callable
 from functools import lru_cache
 from typing import ClassVar, Literal
 
@@ -29,6 +30,7 @@ class WarmFactors(Compressor):
 
     family: ClassVar[Family] = "low_rank"
     feedback: ClassVar[Feedback] = "needed"
+    _product: ClassVar[Callable[[Tensor, Tensor], Tensor]] = staticmethod(torch.matmul)
     _basis_Dl: Tensor | None = None
 
     @abstractmethod
@@ -38,9 +40,6 @@ class WarmFactors(Compressor):
     def _factors(self, matrix_RD: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         """An orthonormal left [R, rank] and a right [rank, D] with the sizes, of finite values
         whose squares float32 can represent."""
-
-    def _product(self, left_Rr: Tensor, right_rD: Tensor) -> Tensor:
-        return left_Rr @ right_rD
 
     def wire_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         num_rows, num_features = matrix_shape(spec.shape)
@@ -192,6 +191,28 @@ _CHUNK = 1 << 16
 """Values per pass of `outer_sum`: they fit into the processor's cache."""
 
 
+def outer_sum(left_Rr: Tensor, right_rD: Tensor) -> Tensor:
+    """left @ right, [R, D], summed over r one column after the other: the same bits everywhere."""
+    num_rows = len(left_Rr)
+    num_features = right_rD.shape[1]
+    total_RD = left_Rr.new_zeros(num_rows, num_features)
+    if not total_RD.numel() or not len(right_rD):
+        return total_RD
+    rows = max(1, _CHUNK // num_features) if left_Rr.device.type == "cpu" else num_rows
+    term_CD = left_Rr.new_empty(min(rows, num_rows), num_features)
+    # Blocks of rows that stay in the cache, and within one a column of the factors after the
+    # other: the order of additions is the same whatever the size of a block.
+    for first in range(0, num_rows, rows):
+        total_CD = total_RD[first : first + rows]
+        left_Cr = left_Rr[first : first + rows]
+        term = term_CD[: len(total_CD)]
+        torch.mul(left_Cr[:, :1], right_rD[:1], out=total_CD)
+        for column in range(1, len(right_rD)):
+            torch.mul(left_Cr[:, column, None], right_rD[column], out=term)
+            total_CD.add_(term)
+    return total_RD
+
+
 @settings("PowerSgd", frozen=False)
 class PowerSgd(WarmFactors):
     """x_hat = P Q^T with P = orth(x Q_before), Q = x^T P; the next call begins at this Q.
@@ -213,15 +234,14 @@ class PowerSgd(WarmFactors):
 
     rank: Positive = 4
 
+    _product = staticmethod(outer_sum)
+
     @property
     def label(self) -> str:
         return f"powersgd({self.rank})"
 
     def _rank(self, num_rows: int, num_features: int) -> int:
         return min(self.rank, num_rows, num_features)
-
-    def _product(self, left_Rr: Tensor, right_rD: Tensor) -> Tensor:
-        return outer_sum(left_Rr, right_rD)
 
     def _factors(self, matrix_RD: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         num_features = matrix_RD.shape[1]
@@ -238,25 +258,3 @@ class PowerSgd(WarmFactors):
         # A copy: the factors are scaled in place before they are sent.
         self._basis_Dl = right_rD.T.clone(memory_format=torch.contiguous_format)
         return left_Rr, right_rD
-
-
-def outer_sum(left_Rr: Tensor, right_rD: Tensor) -> Tensor:
-    """left @ right, [R, D], summed over r one column after the other: the same bits everywhere."""
-    num_rows = len(left_Rr)
-    num_features = right_rD.shape[1]
-    total_RD = left_Rr.new_zeros(num_rows, num_features)
-    if not total_RD.numel() or not len(right_rD):
-        return total_RD
-    rows = max(1, _CHUNK // num_features) if left_Rr.device.type == "cpu" else num_rows
-    term_CD = left_Rr.new_empty(min(rows, num_rows), num_features)
-    # Blocks of rows that stay in the cache, and within one a column of the factors after the
-    # other: the order of additions is the same whatever the size of a block.
-    for first in range(0, num_rows, rows):
-        total_CD = total_RD[first : first + rows]
-        left_Cr = left_Rr[first : first + rows]
-        term = term_CD[: len(total_CD)]
-        torch.mul(left_Cr[:, :1], right_rD[:1], out=total_CD)
-        for column in range(1, len(right_rD)):
-            torch.mul(left_Cr[:, column, None], right_rD[column], out=term)
-            total_CD.add_(term)
-    return total_RD
