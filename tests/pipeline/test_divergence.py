@@ -105,7 +105,7 @@ def test_no_lower_rate_is_advised_before_an_update_has_been_made(
     guard = DivergenceGuard("skip", max_skips_in_a_row=len(skipped))
     for earlier in skipped:
         guard.skip_update(earlier, "the loss")
-    guard._most = 0 if step != guard.last_step + 1 else guard.num_in_a_row
+    guard.max_skips_in_a_row = 0 if step != guard.last_step + 1 else guard.num_in_a_row
     with pytest.raises(TrainingDiverged) as caught:
         guard.skip_update(step, "the loss")
     assert ("A lower learning_rate" in str(caught.value)) == advice

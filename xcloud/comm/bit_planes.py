@@ -18,6 +18,7 @@ Shapes: R rows, C columns, S classes of neighbouring columns, N values, M places
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -110,12 +111,12 @@ def _bit_lengths(numbers_N: Ints) -> Ints:
     return np.frexp(numbers_N.astype(np.float64))[1].astype(np.int64)
 
 
+@dataclass(eq=False)
 class _Writer:
     """Collects high and low parts."""
 
-    def __init__(self) -> None:
-        self._high: list[Ints] = []
-        self._low: list[tuple[Ints, Ints]] = []  # numbers, and bits of each
+    _high: list[Ints] = field(default_factory=list)
+    _low: list[tuple[Ints, Ints]] = field(default_factory=list)  # numbers, and bits of each
 
     def plane(self, marks_N: Marks, edges_S: Ints) -> tuple[Ints, Ints]:
         """Write which places are marked. Return them, and where each class begins among them."""

@@ -61,11 +61,12 @@ class Memory(StatefulTree):
         return seen
 
     def after_send(self, sent: Tensor, seen: Tensor, rows: SampleRows) -> None:
-        """Update the memory of the sender.
+        """Update the memory of the sender; unless a subclass says otherwise, as the receiver's.
 
         sent: the tensor that `before_send` returned.
         seen: the tensor that the peer decodes.
         """
+        self.after_receive(seen, rows)
 
     def after_receive(self, seen: Tensor, rows: SampleRows) -> Tensor:
         """Reconstruct the tensor from the decoded message."""
@@ -214,9 +215,6 @@ class DeltaCache(_PerSample):
     def before_send(self, tensor: Tensor, rows: SampleRows) -> Tensor:
         return self._plus(tensor, rows, factor=-1)
 
-    def after_send(self, sent: Tensor, seen: Tensor, rows: SampleRows) -> None:
-        self.after_receive(seen, rows)
-
     def after_receive(self, seen: Tensor, rows: SampleRows) -> Tensor:
         value = self._plus(seen, rows, factor=1)
         for sample, span in rows.spans():  # only now: a sample may occur twice in a message
@@ -255,9 +253,6 @@ class TokenMeans(Memory):
 
     def before_send(self, tensor: Tensor, rows: SampleRows) -> Tensor:
         return tensor - self._anchors(tensor, rows)
-
-    def after_send(self, sent: Tensor, seen: Tensor, rows: SampleRows) -> None:
-        self.after_receive(seen, rows)
 
     def after_receive(self, seen: Tensor, rows: SampleRows) -> Tensor:
         value = seen + self._anchors(seen, rows)

@@ -82,10 +82,13 @@ class Way(Protocol):
         """
 
     def has_come_again(self, wanted: Hello) -> bool:
-        """Return whether the peer has dialled once more for this greeting."""
+        """Return whether the peer has dialled once more for this greeting. A rank that dials
+        waits for nobody."""
+        return False
 
     def leave(self, wanted: Hello) -> None:
         """Wait for this greeting no longer."""
+        return
 
 
 @dataclass(eq=False)
@@ -120,7 +123,7 @@ class KnownAttempts:
             raise LinkClosed(f"{cloud} has begun the run again")
 
 
-class Dialler:
+class Dialler(Way):
     """Dials one rank of another cloud.
 
     address: host and port of that rank, or where to meet it.
@@ -183,12 +186,6 @@ class Dialler:
             tls.close()
             raise
 
-    def has_come_again(self, wanted: Hello) -> bool:
-        return False
-
-    def leave(self, wanted: Hello) -> None:
-        """A rank that dials waits for nobody."""
-
     def _dialled(self) -> socket.socket:
         try:
             if isinstance(self._address, Meeting):
@@ -203,7 +200,7 @@ class Dialler:
             raise LineDown(f"{self._cloud} at {host}:{port}: {in_words(error)}") from None
 
 
-class Listener:
+class Listener(Way):
     """Waits for ranks of other clouds to dial this one.
 
     address: host and port at which it listens, or where it meets them.

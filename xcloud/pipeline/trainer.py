@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -49,6 +49,7 @@ _BEFORE_ANY = (
 )
 
 
+@dataclass(eq=False)
 class DivergenceGuard(StatefulTree):
     """Decides on an update whose loss or gradient is not finite.
 
@@ -57,12 +58,11 @@ class DivergenceGuard(StatefulTree):
     update: its step, samples and learning rate are used up, only the optimizer does not move.
     """
 
+    on_divergence: OnDivergence = "stop"
+    max_skips_in_a_row: int = 10
+    num_in_a_row: int = field(default=0, init=False)
+    last_step: int = field(default=0, init=False)
     own_names = ("num_in_a_row", "last_step")
-
-    def __init__(self, on_divergence: OnDivergence = "stop", max_skips_in_a_row: int = 10) -> None:
-        self._on_divergence = on_divergence
-        self._most = max_skips_in_a_row
-        self.num_in_a_row = self.last_step = 0
 
     def skip_update(self, step: int, what: str) -> str:
         """Leave out an update, and return a note for the user. Raises TrainingDiverged if it may
@@ -71,18 +71,19 @@ class DivergenceGuard(StatefulTree):
         num_in_a_row = 1 + (self.num_in_a_row if step == self.last_step + 1 else 0)
         # As many in a row as there were steps: no update has been made at all.
         advice = _BEFORE_ANY if num_in_a_row == step else _ADVICE
-        if self._on_divergence == "stop":
+        if self.on_divergence == "stop":
             remark = "to leave such updates out set training.on_divergence=skip"
             raise diverged(f"{what} is not finite", remark=remark, advice=advice)
-        if num_in_a_row > self._most:
-            what = f"{what} is not finite, after {self._most} skipped updates in a row"
-            remark = f"training.max_skips_in_a_row is {self._most}"
+        most = self.max_skips_in_a_row
+        if num_in_a_row > most:
+            what = f"{what} is not finite, after {most} skipped updates in a row"
+            remark = f"training.max_skips_in_a_row is {most}"
             raise diverged(what, remark=remark, advice=advice)
         self.num_in_a_row = num_in_a_row
         self.last_step = step
         return (
             f"{what} is not finite: update skipped, parameters are as before "
-            f"({num_in_a_row} in a row, at most {self._most})"
+            f"({num_in_a_row} in a row, at most {most})"
         )
 
 
