@@ -7,7 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -35,12 +36,13 @@ from tests.toy import toy_config
 from xcloud.base.errors import ConfigError, LinkClosed
 from xcloud.comm.compressor import Chain
 from xcloud.comm.precision import BlockInt
-from xcloud.features.replicas.averaging import Terms
+from xcloud.features.replicas.averaging import ReplicaPeer, Terms
 from xcloud.features.replicas.late import GoOn, LatePolicy, Skip
+from xcloud.features.replicas.links import ServerLinks
 from xcloud.features.replicas.local_updates import LocalUpdates
 from xcloud.features.replicas.merging import Median, NormBound, Robust, TrimmedMean
 from xcloud.launch import processes as launch
-from xcloud.net.frame import MessageKey
+from xcloud.net.frame import Kind, MessageKey
 from xcloud.pipeline.exchange import Work
 from xcloud.record.checkpoint_files import CheckpointFolder
 from xcloud.record.events import EVENTS_FILE
@@ -448,3 +450,69 @@ def test_the_loss_of_the_first_cloud_costs_what_it_did_since_its_checkpoint(
     assert summary["merges"]["whole"] == 8 and summary["merges"]["clouds_lost"] == 0
     assert folder.agreed_steps() == [40] and folder.ranks(40) == [0, 1]
     assert summary["final_loss"] < 1.5 and no_workers(tmp_path)
+
+
+class Ends:
+    """Ends of rank 0, whose peers answer from a list: what came, or why nothing can."""
+
+    def __init__(self) -> None:
+        self.opened: list[int] = []
+        self.forgotten: list[int] = []
+        self.answers: list[Any] = []
+        self.back: set[int] = set()
+        self.transport = SimpleNamespace(begins_again=lambda ranks: bool(self.back & {*ranks}))
+
+    def both(self, line: str, peer: int, **settings: Any) -> Any:
+        self.opened.append(peer)
+        self.back.clear()  # its new processes have been met
+        return None, SimpleNamespace(recv=self.recv)
+
+    def recv(self, key: MessageKey, **waits: Any) -> Any:
+        answer = self.answers.pop(0)
+        if isinstance(answer, LinkClosed):
+            raise answer
+        return (answer,)
+
+    def overdue_s(self, peers: Any, num_bytes: int) -> float:
+        return 1.0
+
+    def forget(self, rank: int) -> None:
+        self.forgotten.append(rank)
+
+
+def test_a_cloud_that_begins_again_is_lost_once_and_then_met_with_all_its_ranks() -> None:
+    """However often, and whether its new process or the end of its old link shows first."""
+    ends = Ends()
+    rejoined: list[int] = []
+    peers = [ReplicaPeer(0, "a", (0,)), ReplicaPeer(1, "b", (1, 2)), ReplicaPeer(3, "c", (3,))]
+    links = ServerLinks(
+        replica=0, peers=peers, num_replicas=3, num_shares=1, num_parts=1,
+        ends=cast(Any, ends), device=torch.device("cpu"), line="averaging", stage=0,
+        rejoin=rejoined.append,
+    )  # fmt: skip
+    links.open(100)
+    assert ends.opened == [1, 3]
+
+    def heard() -> Any:
+        try:
+            (value,) = links.next(1, MessageKey(Kind.AVERAGING, 1))
+        except LinkClosed as error:
+            return str(error)
+        return value.item()
+
+    for _ in range(2):
+        ends.answers = [torch.tensor(1), torch.tensor(2), torch.tensor(3)]
+        assert heard() == 1
+        ends.back = {1, 2}
+        assert "has begun again" in heard() and ends.forgotten == [1, 2] and not rejoined
+        assert [heard(), heard()] == [2, 3]
+        assert rejoined == [1, 2] and ends.opened == [1, 3, 1]
+
+        ends.answers = [LinkClosed("it broke"), torch.tensor(4)]
+        assert heard() == "it broke" and ends.forgotten == [1, 2, 1, 2]
+        ends.back = {2}
+        assert heard() == 4, "of its end was told before"
+        assert rejoined == [1, 2, 1, 2] and ends.opened == [1, 3, 1, 1]
+        ends.opened, ends.forgotten, ends.back = [1, 3], [], set()
+        rejoined.clear()
+    assert not ends.answers

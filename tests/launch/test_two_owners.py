@@ -4,7 +4,7 @@ import io
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -12,9 +12,14 @@ from tests.toy import toy_config
 from xcloud.job import config as configs
 from xcloud.job.job import Launch
 from xcloud.launch.join import AGAIN, BEGIN_AGAIN, CloudRanks, Machine
+from xcloud.launch.joined_rank import JoinedProcess, place_of
 from xcloud.launch.local import stopped_in_words
 from xcloud.launch.own_progress import OwnProgress, what_left
+from xcloud.launch.rank_process import RankProcess
 from xcloud.layout import Cloud, ClusterLayout
+from xcloud.line.hello import RUN_BYTES
+from xcloud.line.line_state import LineState
+from xcloud.line.transport import SealedLines
 from xcloud.net.frame import Kind
 from xcloud.record.events import EVENTS_FILE, StepTotals
 from xcloud.record.reporter import Reporter
@@ -219,3 +224,56 @@ def test_the_first_cloud_s_table_is_of_this_attempt_and_says_who_was_stopped(
     shown = capsys.readouterr().out
     assert summary["status"] == status and cause in summary["cause"] and cause in shown
     assert ("step time, median" in shown) is has_tables
+
+
+class Calls:
+    """Notes what is called of it, in order, under a name."""
+
+    def __init__(self, name: str, told: list[str], **more: Any) -> None:
+        vars(self).update(more, _name=name, _told=told)
+
+    def __getattr__(self, called: str) -> Any:
+        return lambda *given, **_: self._told.append(f"{self._name} {called}")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_owner_s_rank_reports_its_lines_before_it_leaves_and_the_lines_are_closed_last(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    state = LineState("rank 1 of cloud_b")
+    lines: Any = SealedLines.__new__(SealedLines)
+    monkeypatch.setattr(SealedLines, "states", {"b": state}, raising=False)
+    monkeypatch.setattr(SealedLines, "close", lambda _: told.append("lines close"))
+    monkeypatch.setattr(SealedLines, "abandon", lambda _: told.append("lines abandon"))
+    process = JoinedProcess.__new__(JoinedProcess)
+    process.rank, process._lines = rank, lines
+    process._detector = cast(Any, Calls("detector", told))
+    process.state = cast(Any, SimpleNamespace(peers=None))
+    role: Any = SimpleNamespace(peers=["him"], reporter=Calls("reporter", told))
+    with process.taking_part(role, final_report=lambda: None):
+        told.append("trains")
+    reports = ["reporter event", "reporter flush"] if rank == 0 else []
+    leaves = ["detector leave", "lines close"]
+    assert told == ["detector connected", "trains", *reports, *leaves]
+    assert process.state.peers == ["him"]
+
+    told.clear()
+    monkeypatch.setattr(RankProcess, "fail", lambda *_: told.append("is told") or 3)
+    assert process.fail(OSError()) == 3
+    assert told == ["detector close", "is told", "lines abandon"]
+
+
+def test_both_owners_mean_one_run_and_each_listens_where_it_is_asked_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clouds = {"a": Cloud(2, [0], address="10.0.0.1:7000"), "b": Cloud(1, [1])}
+    layout = ClusterLayout(clouds, "sealed")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    first, other = (place_of(layout, rank, attempt=4, listen=None) for rank in (1, 2))
+    assert first.listens_at == layout.address_of(1) and other.listens_at is None
+    moved = place_of(layout, 1, attempt=5, listen="0.0.0.0:8000")
+    assert moved.listens_at == ("0.0.0.0", 8001) and (first.attempt, moved.attempt) == (4, 5)
+    assert first.run == other.run == moved.run and len(first.run) == RUN_BYTES
+    larger = ClusterLayout({**clouds, "b": Cloud(2, [1])}, "sealed")
+    assert place_of(larger, 1, attempt=4, listen=None).run != first.run

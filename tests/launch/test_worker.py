@@ -29,6 +29,7 @@ from xcloud.job.config import Settings
 from xcloud.job.given import read_settings
 from xcloud.job.job import Job
 from xcloud.launch import failures, one_rank, rank_process, several_machines, worker
+from xcloud.launch.several_machines import TorchrunProcess
 from xcloud.launch.torchrun import torchrun
 from xcloud.net.memory_transport import MemoryWorld
 from xcloud.rank import agreement
@@ -199,6 +200,124 @@ def test_a_run_folder_holds_the_experiment_that_was_run_in_it(tmp_path: Path) ->
     kept.write_text("# mine")
     several_machines.keep_experiment(kept, Settings.of(CONFIG), run_dir=tmp_path)
     assert kept.read_text() == "# mine"
+
+
+class Monitored:
+    """A process that follows the run, and how it ends."""
+
+    pid = 7
+
+    def __init__(self, code: int) -> None:
+        self.code, self.waited_s = code, list[float]()
+
+    def wait(self, timeout: float) -> int:
+        self.waited_s.append(timeout)
+        return self.code
+
+
+def of_torchrun(run_dir: Path, rank: int, is_first: bool, monitor: Any = None) -> TorchrunProcess:
+    """A rank of two that torchrun has started, once it has found the other one."""
+    process = TorchrunProcess.__new__(TorchrunProcess)
+    (run_dir / "given.yaml").write_text("# given")
+    process.file, process.run_dir, process.rank = run_dir / "given.yaml", run_dir, rank
+    process.is_first_here, process._monitor = is_first, monitor
+    process._detector = cast(Any, SimpleNamespace(close=lambda: process.state.enter("closed")))
+    process.asked = cast(Any, SimpleNamespace(was_asked=False))
+    process.state = cast(Any, SimpleNamespace(listener=None, entered=[], close=None))
+    process.state.enter = process.state.entered.append  # type: ignore[attr-defined,method-assign]
+    return process
+
+
+def two_ranks(run_dir: Path, monkeypatch: pytest.MonkeyPatch, step: int = 4) -> Settings:
+    """Settings of them; step: of their last checkpoint."""
+    folder = CheckpointFolder(run_dir)
+    folder.write(step, 1, {"x": 1}, {})
+    folder.mark_agreed(step, 1, {})
+    (run_dir / "endings").mkdir()
+    monkeypatch.setenv(failures.ENDINGS, str(run_dir / "endings"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    return Settings.of(toy_config("two_clouds"))
+
+
+LAST = "last checkpoint: step 4; give the same command in every cloud"
+
+
+@pytest.mark.parametrize(
+    ("rank", "is_first", "is_stopped", "expected"),
+    [
+        (1, True, False, ["resumes from step 4", "this cloud's part of the model: "]),
+        (1, True, True, ["resumes from step 4", "stopped by cloud_a", LAST]),
+        (1, False, True, []),
+        (0, True, True, ["resumes from step 4"]),  # the monitor says the rest
+    ],
+)
+def test_one_rank_of_each_machine_says_how_the_run_began_and_ended(
+    rank: int,
+    is_first: bool,
+    is_stopped: bool,
+    expected: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    settings = two_ranks(tmp_path, monkeypatch)
+    monitor = Monitored(0)
+    monkeypatch.setattr(several_machines, "_start_monitor", lambda *_, **__: monitor)
+    monkeypatch.setattr(rank_process.RankProcess, "play", lambda *_: is_stopped)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "link-1.clock").touch()
+    process = of_torchrun(tmp_path, rank, is_first)
+    assert process.play(settings, cast(Any, None), Verdict(from_step=4)) is is_stopped
+
+    headline = [settings.job.headline] if is_first else []
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line in headline] == headline
+    told = [line for line in lines if line.startswith(("resumes", "stopped", "last", "this cl"))]
+    assert len(told) == len(expected)
+    assert all(line.startswith(start) for line, start in zip(told, expected, strict=True))
+    assert (tmp_path / "experiment.yaml").exists() == is_first
+    assert not (tmp_path / "link-1.clock").exists()
+    ending = tmp_path / "endings" / str(rank)
+    assert ending.exists() == is_stopped
+    assert (process.state.listener is not None) == (is_first and rank != 0)
+    assert len(monitor.waited_s) == (rank == 0)
+
+
+def test_a_monitor_that_was_killed_is_told_with_the_command_that_writes_the_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = two_ranks(tmp_path, monkeypatch)
+    for code, is_told in ((-9, True), (1, False)):
+        (tmp_path / "summary.json").write_text("{}")
+        monkeypatch.setattr(
+            several_machines, "_start_monitor", lambda *_, code=code, **__: Monitored(code)
+        )
+        monkeypatch.setattr(rank_process.RankProcess, "play", lambda *_: False)
+        of_torchrun(tmp_path, 0, True).play(settings, cast(Any, None), Verdict())
+        command = f"python -m xcloud monitor {tmp_path} --experiment {tmp_path}/given.yaml --again"
+        assert (command in capsys.readouterr().out) == is_told
+        assert (tmp_path / "summary.json").exists() != is_told
+
+
+@pytest.mark.parametrize(
+    ("error", "ending"), [(ConfigError("no"), "refused"), (LinkClosed("gone"), None)]
+)
+def test_a_rank_that_fails_lets_the_table_be_written_and_says_how_to_go_on(
+    error: Exception,
+    ending: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    two_ranks(tmp_path, monkeypatch)
+    monkeypatch.setattr(rank_process.RankProcess, "fail", lambda *_: 3)
+    monitor = Monitored(1)
+    process = of_torchrun(tmp_path, 1, True, monitor)
+    assert process.fail(error) == 3
+    assert process.state.entered == ["closed"] and len(monitor.waited_s) == 1  # type: ignore[attr-defined]
+    assert capsys.readouterr().out.splitlines() == [LAST]
+    told = [file.read_text() for file in (tmp_path / "endings").iterdir()]
+    assert told == ([] if ending is None else [ending])
 
 
 @pytest.mark.parametrize(

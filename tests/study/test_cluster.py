@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from threading import Timer
 from types import SimpleNamespace
@@ -186,6 +186,151 @@ def test_a_job_that_stopped_is_submitted_again_and_one_that_failed_is_not(tmp_pa
     with pytest.raises(RunFailed, match="it failed"):
         jobs.run(point, run_dir=tmp_path)
     assert jobs.num_submitted == 1
+
+
+class Queue:
+    """What `Jobs` uses of submitit and of Slurm's commands, for one job at a time.
+
+    states: of the first job, as squeue tells them; then it has ended, as each later one has.
+    ends: what each job leaves: the status of a run, or "nothing".
+    """
+
+    def __init__(
+        self, states: Sequence[str], ends: Sequence[str], refusals: Sequence[str]
+    ) -> None:
+        self.states, self.ends, self.refusals = [*states], [*ends], [*refusals]
+        self.is_cancelled = self.is_there = False
+        self.chosen: dict[str, Any] = {}
+        self.commands: list[list[str]] = []
+        self.leave: Callable[[str], None] = lambda status: None
+
+    def AutoExecutor(self, folder: Path, cluster: str, **more: Any) -> Queue:
+        return self
+
+    def update_parameters(self, **chosen: Any) -> None:
+        self.chosen |= chosen
+
+    def submit(self, job: PointJob) -> Any:
+        if self.refusals:
+            raise RuntimeError(f"failed\nsbatch: error: {self.refusals.pop(0)}")
+        self.is_there = True
+        return SimpleNamespace(job_id="41")
+
+    def run(self, command: list[str], **more: Any) -> Any:
+        self.commands.append(command)
+        said = "JobState=CANCELLED" if self.is_cancelled else "JobState=COMPLETED"
+        if command[0] == "squeue":
+            state = self.states.pop(0) if self.states else "COMPLETED"
+            said = f"41 {state}\n"
+            if state == "COMPLETED" and self.is_there:
+                self.is_there = False
+                self.leave(self.ends.pop(0))
+        return SimpleNamespace(returncode=0, stdout=said, stderr="")
+
+
+@pytest.fixture
+def queue(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[Queue, Jobs]]:
+    def made(*ends: str, states: Sequence[str] = (), refusals: Sequence[str] = ()) -> Any:
+        found = Queue(states, ends, refusals)
+        monkeypatch.setitem(sys.modules, "submitit", found)
+        monkeypatch.setattr(cluster.shutil, "which", lambda name: name)
+        monkeypatch.setattr(cluster.subprocess, "run", found.run)
+        monkeypatch.setattr(cluster, "POLL_S", {"slurm": 0.0, "local": 0.0})
+        for name, value in (("FULL_AFTER_S", 0.0), ("SETTLE_S", 0.0), ("MAX_AGAIN", 3)):
+            monkeypatch.setattr(cluster, name, value)
+        return found, Jobs("slurm", {"timeout_min": 7}, tmp_path / "sweep")
+
+    return made
+
+
+def leaves(run_dir: Path, point: Point) -> Callable[[str], None]:
+    def leave(status: str) -> None:
+        if status != "nothing":
+            write_run(run_dir, point.named, status=status, cause=f"it {status}")
+
+    return leave
+
+
+def test_a_point_waits_runs_stops_and_comes_back_in_its_queue_and_each_is_said_once(
+    queue: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    states = ["PENDING", "PENDING", "RUNNING", "RUNNING"]
+    slurm, jobs = queue("stopped", "finished", states=states, refusals=["try again later"] * 2)
+    point, run_dir = one_point(), tmp_path / "run"
+    run_dir.mkdir()
+    slurm.leave = leaves(run_dir, point)
+    jobs.run(point, run_dir)
+
+    name = f"[{point.name}]"
+    assert capsys.readouterr().out.splitlines() == [
+        "the queue takes no more jobs now: sbatch: error: try again later",
+        f"{name} job 41: pending",
+        f"{name} job 41: running",
+        f"{name} stopped: it stopped",
+    ]
+    assert slurm.chosen == {"timeout_min": 7, "name": point.folder, "cpus_per_task": 2}
+    assert (run_dir / "experiment.yaml").exists() and not jobs.is_running(run_dir)
+    assert not jobs._followed
+
+
+@pytest.mark.parametrize(
+    ("ends", "is_cancelled", "said"),
+    [
+        (["failed"], False, "it failed"),
+        (["stopped"], True, "it stopped"),  # who cancels a job does not want it back
+        (["stopped"] * 3, False, "it has stopped 3 times without finishing"),
+        (["nothing"], False, r"its job 41 ended without a result; see .*sweep/run"),
+    ],
+)
+def test_why_a_job_has_not_finished_its_point_is_said(
+    queue: Callable[..., Any], ends: list[str], is_cancelled: bool, said: str, tmp_path: Path
+) -> None:
+    slurm, jobs = queue(*ends)
+    slurm.is_cancelled = is_cancelled
+    point, run_dir = one_point(), tmp_path / "run"
+    run_dir.mkdir()
+    slurm.leave = leaves(run_dir, point)
+    with pytest.raises(RunFailed, match=said):
+        jobs.run(point, run_dir)
+    assert not slurm.ends
+    if ends == ["nothing"]:
+        slurm, jobs = queue("nothing")
+        (run_dir / point_process.OUTPUT_FILE).write_text("a\nxcloud: out of memory\n")
+        with pytest.raises(RunFailed, match=r"^out of memory$"):
+            jobs.run(point, run_dir)
+        _, jobs = queue(refusals=["invalid partition"])
+        with pytest.raises(RunFailed, match="the job was not taken: sbatch: error: invalid part"):
+            jobs.run(point, run_dir)
+        (run_dir / JOB_FILE).write_text(json.dumps({"on": "local", "id": "1", "host": "other"}))
+        with pytest.raises(ConfigError, match="is run by a job on other"):
+            jobs.run(point, run_dir)
+
+
+@pytest.mark.parametrize("is_twice", [False, True])
+def test_ctrl_c_leaves_jobs_alone_and_a_second_one_cancels_them(
+    queue: Callable[..., Any],
+    is_twice: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    slurm, jobs = queue()
+    jobs._followed = [cluster.SubmittedJob("slurm", number, "here") for number in ("41", "42")]
+
+    def sleep(seconds: float) -> None:
+        if is_twice:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(cluster.time, "sleep", sleep)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        jobs.end()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    cancels = [["scancel", "41"], ["scancel", "42"]] if is_twice else []
+    assert slurm.commands == cancels
+    said = capsys.readouterr().out
+    assert "2 jobs continue; the same command follows them" in said
+    assert ("cancelled" in said.splitlines()) == is_twice
 
 
 def test_a_point_that_a_job_runs_is_followed_whatever_has_changed(tmp_path: Path) -> None:
