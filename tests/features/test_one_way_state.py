@@ -334,7 +334,7 @@ def test_what_is_ordered_and_not_begun_is_dropped_at_the_end_where_it_may_be(
     reporter = Reporter(1, "a", lines.append)
     rank = SimpleNamespace(
         group=RankGroup(1, (*range(1, 1 + group_size),)), reporter=reporter,
-        divergence_guard=DivergenceGuard, memory=MemoryMeter(torch.device("cpu")),
+        guard=DivergenceGuard(), memory=MemoryMeter(torch.device("cpu")),
         computing_in=lambda clock, what: nullcontext(), orders=book,
     )  # fmt: skip
     rows = torch.tensor([[number, NOBODY, 7] for number in (1, 2, 3)], dtype=torch.int32)

@@ -174,9 +174,6 @@ class OwnBackbone(OwnSizes):
         whose = f"backbone for {name!r}"
         settings = self.pretraining
 
-        def report(line: str) -> None:
-            context.report(f"{whose}: pretraining {line}")
-
         def build(path: Path, unfinished: Path) -> None:
             # From the seed of pretraining and not of the run: runs of several seeds share one
             # backbone.
@@ -191,7 +188,7 @@ class OwnBackbone(OwnSizes):
                     sentences,
                     ids,
                     settings=settings,
-                    report=report,
+                    report=lambda line: context.report(f"{whose}: pretraining {line}"),
                     unfinished=unfinished,
                     setting=setting,
                 )

@@ -51,21 +51,16 @@ def time_averaging(
     parts, own = codec.encode(tensors)
     key = MessageKey(Kind.AVERAGING)
 
-    def merge() -> None:
-        weighted_sum(
-            [
-                Contribution(tensors=own, weight=1.0),
-                Contribution(tensors=codec.decode(parts), weight=1.0),
-            ]
-        )
-
     return AveragingCodec(
         num_bytes=frame_bytes(codec.wire_specs),
         encode_s=median_s(
             lambda: encode_frame(key, parts=codec.encode(tensors)[0], sequence=0),
             device=first.device,
         ),
-        decode_s=median_s(merge, device=first.device),
+        decode_s=median_s(
+            lambda: weighted_sum([Contribution(own, 1.0), Contribution(codec.decode(parts), 1.0)]),
+            device=first.device,
+        ),
     )
 
 

@@ -127,6 +127,10 @@ class FeatureAtRank:
     """Sees what other replicas contribute to averages."""
     guard: MakeGuard | None = None
     """Changes what this replica contributes to averages."""
+    pipeline: Callable[..., Pipeline] | None = None
+    """Makes the pipeline, from the arguments of Pipeline."""
+    trainer: Callable[..., Trainer] | None = None
+    """Makes the trainer, from the arguments of Trainer."""
     resumed: str = ""
     """A note for the user when a run resumes from a checkpoint; empty: no note."""
 
@@ -144,14 +148,6 @@ class FeatureAtRank:
     def ports(self, ports: dict[int, BoundaryPorts], built: BuiltRank) -> dict[int, BoundaryPorts]:
         """Return the ends of the boundaries through which the stages send and receive."""
         return ports
-
-    def pipeline(self, make: Callable[..., Pipeline]) -> Callable[..., Pipeline]:
-        """Return what makes the pipeline, from the arguments of Pipeline."""
-        return make
-
-    def trainer(self, make: Callable[..., Trainer]) -> Callable[..., Trainer]:
-        """Return what makes the trainer, from the arguments of Trainer."""
-        return make
 
     def complete(self, built: BuiltRank, pipeline: Pipeline) -> None:
         """Act once the stages have all the values that a run begins with, which a checkpoint to go

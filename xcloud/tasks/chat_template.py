@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cache
 from threading import Lock
@@ -39,14 +40,17 @@ class TemplateError(Exception):
     """A template that has failed, or has taken too much."""
 
 
+@dataclass(eq=False)
 class TemplateProcess:
     """A child process that writes chats, started by the first one and again once it was ended. It
-    ends with this process."""
+    ends with this process.
 
-    def __init__(self, processor_s: int = MAX_PROCESSOR_S) -> None:
-        self._processor_s = processor_s
-        self._process: subprocess.Popen[str] | None = None
-        self._lock = Lock()
+    processor_s: the seconds of the processor that a chat may take.
+    """
+
+    processor_s: int = MAX_PROCESSOR_S
+    _process: subprocess.Popen[str] | None = field(default=None, init=False)
+    _lock: Lock = field(default_factory=Lock, init=False)
 
     def close(self) -> None:
         # Forgotten before it is killed: whatever fails below, the next chat gets a new process.
@@ -82,7 +86,7 @@ class TemplateProcess:
             answer = self._asked(json.dumps(request))
         if not answer:
             raise TemplateError(
-                f"it takes more than {self._processor_s} s of the processor, or too much memory"
+                f"it takes more than {self.processor_s} s of the processor, or too much memory"
             )
         found = parsed_json(answer)
         if "error" in found:
@@ -94,7 +98,7 @@ class TemplateProcess:
         if self._process is None or self._process.poll() is not None:
             self._process = subprocess.Popen(
                 # `xcloud` is found by the child as it is by this process, installed or not.
-                python_command(__name__, str(self._processor_s)), encoding="utf-8",
+                python_command(__name__, str(self.processor_s)), encoding="utf-8",
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                 env={**os.environ, **module_paths()},
             )  # fmt: skip

@@ -612,6 +612,7 @@ class LanguageModelling(TextTask):
 
     name: ClassVar[str] = "language_modelling"
     used_as: ClassVar[str] = "causal language model"
+    unit: ClassVar[str] = "texts"  # what rows are that hold no chats, for messages
     form: ClassVar[Form] = Form(
         expected="train.txt (plain text) or train.jsonl (text or messages)",
         rows="texts or chats",
@@ -739,10 +740,6 @@ class LanguageModelling(TextTask):
             corpus = replace(corpus, remarks=[*corpus.remarks, said])
         return corpus
 
-    def unit(self, rows: Rows) -> str:
-        """Return what the rows of a corpus are, for messages."""
-        return "chats" if MESSAGES in rows.texts else "texts"
-
     def samples(
         self, tokenizer: CausalTokenizer, rows: Rows, where: str
     ) -> tuple[list[list[Document]], Fitted]:
@@ -816,8 +813,8 @@ class LanguageData(View[LanguageModelling]):
         if any(rows.texts for rows in corpus.splits.values()):
             self._tokenizer = CausalTokenizer.of(task.tokenizer, task.cache_dir)
             self._tokenizer.date = task.date
+            name = "chats" if MESSAGES in corpus.splits["train"].texts else task.unit
             for split, rows in corpus.splits.items():
-                name = task.unit(rows)
                 samples, found = task.samples(
                     self._tokenizer, rows, where=f"{task.describe()}, {split}"
                 )
@@ -848,7 +845,7 @@ class LanguageData(View[LanguageModelling]):
                 remarks += [f"{split}: {said}" for said in self._tokenizer.lost(texts)]
             # Rows that were left out before any was drawn (TextTask.arrange).
             for why, of_splits in corpus.useless.items():
-                cuts[f"{task.unit(corpus.splits['train'])} left out: {why}"] = {**of_splits}
+                cuts[f"{name} left out: {why}"] = {**of_splits}
             if self._tokenizer.learns_chats and self._tokenizer.other_template:
                 remarks.append(self._tokenizer.other_template)
             if self._tokenizer.writes_date:

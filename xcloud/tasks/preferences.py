@@ -90,6 +90,7 @@ class Preferences(LanguageModelling):
         rows="pairs of answers",
         endings={"jsonl": "json"},
     )
+    unit: ClassVar[str] = "pairs"
     beta: PositiveFloat = 0.1
 
     def used_keys(self, table: RowTable) -> tuple[str, ...]:
@@ -123,9 +124,6 @@ class Preferences(LanguageModelling):
                 # The first row only; ranks read the rest.
                 for cells in islice(_cells(table), 1):
                     _pair(cells, where=f"{table.where}, row 1")
-
-    def unit(self, rows: Rows) -> str:
-        return "pairs"
 
     def chats(self, rows: Rows) -> list[Chat]:
         # A pair of plain texts has no chat.

@@ -119,13 +119,11 @@ class TextReader:
     def escape(self, value: Any) -> Any:
         """Return the content of a message such that a template that writes it writes no special
         token: each special piece in it is replaced, until `encode_written` puts it back."""
-
-        def escaped(match: re.Match[str]) -> str:
-            # A number instead of the piece, which itself would be found again.
-            return f"{self._veil}{self._literals.index(match[0])}\ufdd1"
-
         if isinstance(value, str):
-            return self._literal.sub(escaped, value)
+            # A number instead of the piece, which itself would be found again.
+            return self._literal.sub(
+                lambda match: f"{self._veil}{self._literals.index(match[0])}\ufdd1", value
+            )
         if isinstance(value, list):
             return [self.escape(one) for one in value]
         if isinstance(value, dict):

@@ -22,7 +22,7 @@ from xcloud.base.settings import NotNegative, Positive, ReadPath, settings
 from xcloud.contracts.model import SPLITS, Cut, DataSplit, Scores
 from xcloud.demo import NUM_ROWS, pairs
 from xcloud.tasks.rows import Corpus, Demo, Form, GivenText, SplitTables, check_columns, read
-from xcloud.tasks.scores import Vector, bootstrap_error
+from xcloud.tasks.scores import bootstrap_error
 from xcloud.tasks.sources import read_lines
 from xcloud.tasks.text_task import PairTable, TextTask, Tokenized, TokenTable, View, cuts_of
 from xcloud.tasks.tokenizer import Tokenizer, TokenizerChoice, TrainedTokenizer
@@ -251,14 +251,14 @@ def _score(
     score = metric._compute_score_from_stats
     table_NC = np.array(counts, np.float64)
 
-    def measure(drawn_N: Vector) -> float:
-        # A resample weighs the counts of each sentence by how often it was drawn.
-        return float(score(np.einsum("n,nc->c", drawn_N, table_NC)).score)
-
     sentences = [(score(own).score, own) for own in counts]
     return (
         metric._aggregate_and_compute(counts).score,
-        bootstrap_error(len(counts), measure),
+        # A resample weighs the counts of each sentence by how often it was drawn.
+        bootstrap_error(
+            len(counts),
+            lambda drawn_N: float(score(np.einsum("n,nc->c", drawn_N, table_NC)).score),
+        ),
         sentences,
     )
 

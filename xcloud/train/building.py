@@ -219,10 +219,10 @@ def _pipeline(built: BuiltRank, features: Features, clock: StepClock) -> Pipelin
     job = context.job
     device = context.device
     ports = built.wiring.boundaries.ports
-    make: Callable[..., Pipeline] = Pipeline
     for feature in features:
         ports = feature.ports(ports, built=built)
-        make = feature.pipeline(make)
+    makers = (feature.pipeline for feature in features)
+    make = next((make for make in makers if make is not None), Pipeline)
     if is_emulated(job.training.precision, device=device):
         slow = "bf16 in software, some 50 times slower than fp32; take auto or fp32"
         context.reporter.note(f"training.precision=bf16: this processor multiplies {slow}")
@@ -268,9 +268,8 @@ def _trainer(built: BuiltRank, features: Features, pipeline: Pipeline) -> Traine
         of_replica=(replica, layout.num_replicas) if trains_locally else (0, 1),
     )
     is_private = any(feature.hides_losses for feature in features)
-    make: Callable[..., Trainer] = Trainer
-    for feature in features:
-        make = feature.trainer(make)
+    makers = (feature.trainer for feature in features)
+    make = next((make for make in makers if make is not None), Trainer)
     return make(
         pipeline=pipeline,
         schedule=job.schedule,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from types import MappingProxyType
 
@@ -23,7 +22,6 @@ from xcloud.job.needs import (
     plain,
     sharding_clouds,
 )
-from xcloud.pipeline.pipeline import Pipeline
 from xcloud.pipeline.trainer import Trainer
 from xcloud.pipeline.wiring import MakeReceiver
 from xcloud.rank.feature import BuiltRank, Feature, FeatureAtRank
@@ -101,12 +99,11 @@ class CachingAtRank(FeatureAtRank):
             rank=context.rank,
             max_bytes=round(job.training.activation_cache_mb * MEGABYTE),
         )
+        if self._caches:
+            self.pipeline = partial(CachingPipeline, self._caches)
 
     def receiver(self, make: MakeReceiver) -> MakeReceiver:
         return partial(self._caches.receiver, make)
-
-    def pipeline(self, make: Callable[..., Pipeline]) -> Callable[..., Pipeline]:
-        return partial(CachingPipeline, self._caches) if self._caches else make
 
     def observer(self, built: BuiltRank, trainer: Trainer) -> CacheReport | None:
         if not self._has_boundary:

@@ -305,8 +305,10 @@ class RankCheckpoints:
         parts = {rank: self.folder.read(step, rank) for rank in needed}
         # An outer optimizer's moments are spread over the ranks that merge a stage, so they are
         # put together from all parts by what they belong to, not by who held it.
-        outer = {_tail(k): v for part in parts.values() for k, v in part.items() if OUTER in k}
-        held = {key: outer[_tail(key)] if OUTER in key else v for key, v in fresh.items()}
+        # What follows the mark in a key names a parameter, whatever holds it.
+        every = (pair for part in parts.values() for pair in part.items())
+        outer = {key[key.index(OUTER) :]: v for key, v in every if OUTER in key}
+        held = {k: outer[k[k.index(OUTER) :]] if OUTER in k else v for k, v in fresh.items()}
         # Then each stage, with counters that all stages share, from the nearest rank that had it.
         for stage in self.places.ranks[self.rank].stages:
             own = (f"trainer.stage {stage}.", *_SHARED)
@@ -427,11 +429,6 @@ def is_marked(key: str, mark: str) -> bool:
 def _remembers(state: State) -> bool:
     # Numbers only count messages.
     return any(isinstance(v, Tensor) and is_marked(key, mark=MEMORY) for key, v in state.items())
-
-
-def _tail(key: str) -> str:
-    """Return the key from its mark on: what follows names a parameter, whatever holds it."""
-    return key[key.index(OUTER) :] if OUTER in key else key
 
 
 def check_can_go_on(settings: Settings, run_dir: Path, anew: bool = False) -> None:

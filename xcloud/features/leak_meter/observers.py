@@ -170,30 +170,27 @@ class LeakObservers(Hook):
             self.observer.write(self.run_dir)
 
 
+@dataclass(eq=False)
 class ObservedEnd:
     """A Sender or a Receiver (`end`) of messages that the observer takes notes of."""
 
-    def __init__(self, observer: Observer, end: Any) -> None:
-        self._observer = observer
-        self._end = end
-        self._floating = [f for f in end.fields if f.dtype.is_floating_point]
+    observer: Observer
+    end: Any
 
     def __getattr__(self, name: str) -> Any:  # send_start, recv_start
-        return getattr(self._end, name)
+        return getattr(self.end, name)
 
     def send(self, key: MessageKey, message: Message, samples: Samples) -> Message:
         # What `send` returns left in place of the message, with the noise of a defence in it.
-        return self._note(key, self._end.send(key, message, samples), samples=samples, how="sent")
+        return self._note(key, self.end.send(key, message, samples), samples=samples, how="sent")
 
     def recv(self, key: MessageKey, samples: Samples, known: Message = NOTHING_KNOWN) -> Message:
-        return self._note(
-            key, self._end.recv(key, samples, known), samples=samples, how="received"
-        )
+        return self._note(key, self.end.recv(key, samples, known), samples=samples, how="received")
 
     def _note(self, key: MessageKey, message: Message, samples: Samples, how: str) -> Message:
-        if key.kind is not Kind.EVALUATION and self._observer.wants(key.step):
-            identity = self._end.identity
-            for field in self._floating:
+        if key.kind is not Kind.EVALUATION and self.observer.wants(key.step):
+            identity = self.end.identity
+            for field in (f for f in self.end.fields if f.dtype.is_floating_point):
                 stream = CrossedStream(
                     direction=identity.direction,
                     boundary=identity.boundary,
@@ -202,7 +199,7 @@ class ObservedEnd:
                 )
                 # A field with one row a sample has no counts.
                 counts = field.counts(message.get("counts"))
-                self._observer.message(
+                self.observer.message(
                     stream, ids=samples["ids"], counts=counts, rows=message[field.name]
                 )
         return message

@@ -60,7 +60,7 @@ class ConsumerRun(StatefulTree):
             clock=self._clock,
         )
         self._buffer = FlatBuffer(part.module.parameters())
-        self._guard = rank.divergence_guard()
+        self._guard = rank.guard
         self.num_updates = 0
 
     def children(self) -> dict[str, Stateful]:
@@ -240,9 +240,10 @@ class ConsumerRank(OneWayRank):
                 Kind.READY: partial(self.inbox.set_ready, source),
             }
             ended = partial(self.inbox.set_ended, source)
-            self.incoming("batches", rank, handlers, ended)
+            self.ends.incoming("batches", rank, *self.lines["batches"], handlers, on_end=ended)
         # To the sources, from the first rank only.
-        self._outs = [self.out("orders", peer=rank) for rank in feeding if self.rank == 0]
+        orders = self.lines["orders"]
+        self._outs = [self.ends.out("orders", rank, *orders) for rank in feeding if self.rank == 0]
 
     def needs(self, lost: frozenset[int]) -> bool:
         """Return true if this rank cannot continue without any of these.
@@ -314,7 +315,10 @@ class ConsumerRank(OneWayRank):
         with self.computing:
             part = job.model.consumer(self.building(job.max_steps))
         run = ConsumerRun(rank=self, part=part)
-        checkpoints = self.restored({"consumer": run}, digests=part.own_digests())
+        # The run first loads what the ranks resume from.
+        checkpoints = self.context.restored(
+            self.context, {"consumer": run}, self.control, {"data": part.own_digests()}
+        )
         self.group.barrier()
         self._phase("training")
         with self.context.asked.armed(job.checkpoint.are_made):

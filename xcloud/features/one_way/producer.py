@@ -153,7 +153,7 @@ class ProducerRun(StatefulTree):
         self._rank = rank
         self.part = part
         self.name = name
-        self.guard = rank.divergence_guard()
+        self.guard = rank.guard
         module = part.parameters_module
         self._buffer = None if module is None else FlatBuffer(module.parameters())
         self._clock = StepClock()
@@ -284,13 +284,16 @@ class ProducerRank(OneWayRank):
             max_number=most,
             source=source,
         )
-        self.outs = [self.out("batches", peer=consumer) for consumer in consumers]
+        batches = self.lines["batches"]
+        self.outs = [self.ends.out("batches", consumer, *batches) for consumer in consumers]
         handlers = {
             Kind.ORDER: self.orders.take_orders, Kind.STOP: self.orders.take_stop,
             Kind.CHECKPOINT: self.orders.take_save,
         }  # fmt: skip
         # The end of the link comes behind what was ordered before it.
-        self.incoming("orders", 0, handlers, on_end=self.orders.waiting.put)
+        self.ends.incoming(
+            "orders", 0, *self.lines["orders"], handlers, on_end=self.orders.waiting.put
+        )
 
     def send(self, consumer: int, number: int, payload: Tensor) -> None:
         key = MessageKey(kind=Kind.BATCH, step=number)
@@ -307,7 +310,10 @@ class ProducerRank(OneWayRank):
         if place.group_rank == 0:  # the ranks of a cloud read the same texts
             report_cuts(self.reporter, num_cut=part.num_cut)
         run = ProducerRun(rank=self, part=part, name=place.cloud)
-        checkpoints = self.restored({"producer": run}, digests=part.own_digests())
+        # The run first loads what the ranks resume from.
+        checkpoints = self.context.restored(
+            self.context, {"producer": run}, self.control, {"data": part.own_digests()}
+        )
         self.orders.begin_after(run.number, for_nobody=run.kept)
         ready_file(self.context.run_dir, rank=self.rank).touch()
         for out in self.outs:  # every rank of the consumer

@@ -8,7 +8,7 @@ one cloud, and each point-to-point link ends alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from xcloud.base.errors import FrameError, LinkError
-from xcloud.comm.state import Stateful, StateTree
+from xcloud.comm.state import Stateful
 from xcloud.comm.step_clock import StepClock, What
 from xcloud.contracts.one_way import OneWayContext
 from xcloud.features.one_way.job import OneWayExperiment
@@ -138,6 +138,7 @@ class OneWayRank(Role[OneWayExperiment]):
 
     computing: the lock that is held by the one rank that computes where all are in one process.
     max_waiting: the number of batches ordered or waiting at one source, late ones too.
+    lines: the capacity and window of each line.
     """
 
     def __init__(self, context: RankContext[OneWayExperiment]) -> None:
@@ -162,10 +163,10 @@ class OneWayRank(Role[OneWayExperiment]):
         batch_bytes = self.job.model.max_payload_bytes
         # As many orders in one message as can be open at once, levelling ones with them.
         order_bytes = 2 * _ORDER_BYTES * max_ahead
-        self._lines = {}  # capacity and window
+        self.lines = {}
         for line, num_bytes in {"batches": batch_bytes, "orders": order_bytes}.items():
             capacity = num_bytes + FRAME_SLACK_BYTES
-            self._lines[line] = (
+            self.lines[line] = (
                 capacity,
                 ends.window(max_ahead + _MORE_AHEAD, frame_bytes=capacity),
             )
@@ -174,20 +175,8 @@ class OneWayRank(Role[OneWayExperiment]):
         self.records = ends.records
         self.received = ends.received
         self.memory = MemoryMeter(context.device)
-
-    def out(self, line: str, peer: int) -> SendingEnd:
-        return self.ends.out(line, peer, *self._lines[line])
-
-    def incoming(
-        self, line: str, peer: int, handlers: Handlers, on_end: Callable[[LinkError], None]
-    ) -> None:
-        self.ends.incoming(line, peer, *self._lines[line], handlers, on_end=on_end)
-
-    def divergence_guard(self) -> DivergenceGuard:
         training = self.job.training
-        return DivergenceGuard(
-            on_divergence=training.on_divergence, max_skips_in_a_row=training.max_skips_in_a_row
-        )
+        self.guard = DivergenceGuard(training.on_divergence, training.max_skips_in_a_row)
 
     def building(self, num_steps: int) -> OneWayContext:
         """Return the context in which the model builds this rank's part."""
@@ -205,13 +194,6 @@ class OneWayRank(Role[OneWayExperiment]):
             cloud=place.cloud,
             group_size=place.group_size,
         )
-
-    def restored(self, states: StateTree, digests: Mapping[str, str]) -> Saver:
-        """Return the saver of these states, which first load what the ranks resume from.
-
-        digests: the digests of the data that this rank reads, by a name for messages.
-        """
-        return self.context.restored(self.context, states, self.control, {"data": digests})
 
     @contextmanager
     def computing_in(self, clock: StepClock, what: What) -> Iterator[None]:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from xcloud.features.two_buffered.schedule import TwoBuffered
 from xcloud.features.two_buffered.trainer import TwoBufferedPipeline, TwoBufferedTrainer
 from xcloud.job.needs import FeatureUse, no_noise, one_pipeline, plain, untied_ends, whole_stages
-from xcloud.pipeline.pipeline import Pipeline
-from xcloud.pipeline.trainer import Trainer
 from xcloud.rank.feature import Feature, FeatureAtRank
 
 one_pass = plain(
@@ -28,11 +24,8 @@ class OverlappedUpdatesAtRank(FeatureAtRank):
 
     changes_each_gradient = True  # two updates add gradients, so no sum may begin in a backward
 
-    def pipeline(self, make: Callable[..., Pipeline]) -> Callable[..., Pipeline]:
-        return TwoBufferedPipeline
-
-    def trainer(self, make: Callable[..., Trainer]) -> Callable[..., Trainer]:
-        return TwoBufferedTrainer
+    pipeline = TwoBufferedPipeline
+    trainer = TwoBufferedTrainer
 
 
 class OverlappedUpdates(Feature):

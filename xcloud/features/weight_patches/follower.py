@@ -108,16 +108,6 @@ class Follower:
             for name, bits in weights.tensors.items()
         }
 
-    @property
-    def architecture(self) -> Mapping[str, Any]:
-        """The architecture of the last stage."""
-        return self.weights[self._num_stages - 1].architecture
-
-    @property
-    def files(self) -> Mapping[str, bytes]:
-        """The files beside the weights, of all stages."""
-        return {k: v for weights in self.weights.values() for k, v in weights.files.items()}
-
     def _at(self) -> dict[int, At]:
         return {
             stage: (weights.head.attempt, weights.head.step)
@@ -218,11 +208,13 @@ class FollowedFolder:
         """Bring the folder to the follower's weights. The file of weights is replaced as a whole,
         so whoever opens it has the weights of one step; what stands beside it is written once."""
         # What transformers reads as the dtype of the file's tensors.
-        config = {**follower.architecture["config"], "dtype": "bfloat16"}
-        architecture = {**follower.architecture, "config": config}
+        of_last = follower.weights[max(follower.weights)].architecture
+        architecture = {**of_last, "config": {**of_last["config"], "dtype": "bfloat16"}}
         file, tensors = self._model.joined(follower.tensors(), architecture)
         if not self._is_made:
-            self._write_beside(architecture, follower.files, context)
+            stages = follower.weights.values()
+            files = {name: content for one in stages for name, content in one.files.items()}
+            self._write_beside(architecture, files, context)
             self._is_made = True
         # In the same folder, as os.replace is atomic within one file system only.
         draft = self._path / f".{file}.{os.getpid()}"
