@@ -301,14 +301,14 @@ class QuestionAnswering(TextTask):
     def view(self, corpus: Corpus, fields: frozenset[str]) -> QuestionAnsweringData:
         return QuestionAnsweringData(task=self, corpus=corpus, fields=fields)
 
-    def read_for(self, fields: frozenset[str]) -> Corpus:
+    def load(self, fields: frozenset[str], seed: int) -> View[Any]:
         if "label" in fields and not fields & {"text", "types"}:
             raise ConfigError(
                 f"{self.name}: a rank of this layout reads labels but not text, without which no "
                 "answer can be located or scored. Give the first and the last stage to one owner, "
                 "as in cluster.clouds={owner: {stages: [0, 2]}, other: {stages: [1]}}"
             )
-        return super().read_for(fields)
+        return super().load(fields, seed)
 
 
 class QuestionAnsweringData(View[QuestionAnswering]):

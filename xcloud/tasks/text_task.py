@@ -130,12 +130,6 @@ class TextTask(ABC):
     def view(self, corpus: Corpus, fields: frozenset[str]) -> View[Any]:
         """Return the view of a rank that sees these fields."""
 
-    def read_for(self, fields: frozenset[str]) -> Corpus:
-        """Read all splits; only count rows if a rank sees no field and the counts are set."""
-        if fields or self.sizes is None:
-            return self.read(fields)
-        return Corpus({split: Rows(num_rows=num, texts={}) for split, num in self.sizes.items()})
-
     def load(self, fields: frozenset[str], seed: int) -> View[Any]:
         """Load a rank's view. `seed` is ignored: all seeds train and are scored on the same
         rows."""
@@ -144,7 +138,11 @@ class TextTask(ABC):
                 f"the task {self.name} has the fields {', '.join(self.fields)}, but the model "
                 f"reads {', '.join(sorted(unknown))}; choose another model (model=…)"
             )
-        return self.view(self.read_for(fields), fields)
+        # A rank that sees no field reads nothing where the counts of rows are set.
+        if fields or self.sizes is None:
+            return self.view(self.read(fields), fields)
+        counts = {split: Rows(num_rows=num, texts={}) for split, num in self.sizes.items()}
+        return self.view(Corpus(counts), fields)
 
     def describe(self) -> str:
         return f"{self.name} ({self.data.source_name(self.form)})"

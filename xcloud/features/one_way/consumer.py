@@ -13,7 +13,7 @@ from torch import Tensor
 
 from xcloud.base.errors import LinkClosed, LinkTimeout
 from xcloud.comm.state import State as Saved
-from xcloud.comm.state import Stateful, StatefulTree, whole_number
+from xcloud.comm.state import StatefulTree, whole_number
 from xcloud.comm.step_clock import StepClock
 from xcloud.contracts.one_way import SUMS, Consumer
 from xcloud.features.one_way.feed import ConsumptionPlan, Order, Presence, Round
@@ -35,12 +35,13 @@ class ConsumerRun(StatefulTree):
     part: the part of the model that learns.
     """
 
+    child_names = ("part", "plan", "inbox", "guard")
     own_names = ("step", "taken")  # the second one stands in checkpoints of release 0.2
 
     def __init__(self, rank: ConsumerRank, part: Consumer) -> None:
         job = rank.job
         self._rank = rank
-        self._part = part
+        self.part = part
         self._leads = rank.rank == 0
         batches = job.training.batches_per_step
         self.plan = ConsumptionPlan(
@@ -60,13 +61,9 @@ class ConsumerRun(StatefulTree):
             clock=self._clock,
         )
         self._buffer = FlatBuffer(part.module.parameters())
-        self._guard = rank.guard
+        self.guard = rank.guard
+        self.inbox = rank.inbox
         self.num_updates = 0
-
-    def children(self) -> dict[str, Stateful]:
-        return {
-            "part": self._part, "plan": self.plan, "inbox": self._rank.inbox, "guard": self._guard,
-        }  # fmt: skip
 
     def own(self) -> Saved:
         """Return this rank's own state, between two steps, once every batch that was ordered is
@@ -80,7 +77,7 @@ class ConsumerRun(StatefulTree):
         """Take over a state, before anything arrives. Producers that were lost are there again."""
         super().load_state_dict(state)
         for p in self.plan.readmit_lost():
-            self._rank.inbox.readmit(p)
+            self.inbox.readmit(p)
             what = "was lost and may take its share again once it is ready"
             self._intake.producer(self.num_updates, p, state=Presence.ABSENT, what=what)
 
@@ -118,10 +115,10 @@ class ConsumerRun(StatefulTree):
         note = ""
         if not is_finite:
             what = f"the loss or gradient of step {step} of the consumer"
-            note = self._guard.skip_update(step, what)
+            note = self.guard.skip_update(step, what)
         # A skipped update counts as one all the same: schedules of the learning rate go by steps.
         with self._rank.computing_in(self._clock, what="optimizer"):
-            self._part.update(step, sums["weight"]) if is_finite else self._part.skip(step)
+            self.part.update(step, sums["weight"]) if is_finite else self.part.skip(step)
         self._intake.end_step(
             step, other_bytes=self._rank.other_bytes, sums=sums, is_skipped=not is_finite
         )
@@ -151,7 +148,7 @@ class ConsumerRun(StatefulTree):
         self._buffer.zero()
         if arrived:
             with rank.computing_in(self._clock, what="forward"), rank.memory.first_step():
-                sums = self._part.consume([(one.producer, one.payload) for one in arrived])
+                sums = self.part.consume([(one.producer, one.payload) for one in arrived])
             for name, value in sums.items():
                 mine.sums[SUMS.index(name)] = value
         self._intake.look(mine)
