@@ -406,7 +406,7 @@ def test_a_checkpoint_needs_a_lost_producer_until_the_plan_knows_of_its_loss() -
     role = consumer(0, clouds)
     role.group, role.place = RankGroup.alone(), role.job.cluster.placement(0)
     role.context, role.reporter = SimpleNamespace(run_dir=Path()), Reporter(0, "disc", print)
-    role.control = SimpleNamespace(out={1: None, 2: None})
+    role.control, role.guard = SimpleNamespace(out={1: None, 2: None}), DivergenceGuard()
     run, given_up = ConsumerRun(role, ToyConsumer(ToyFeed(), context)), []
     for source in (0, 1):
         role.inbox.set_ready(source)
