@@ -14,8 +14,11 @@ from typing import Any
 import pytest
 
 from experiments.claims import pages
+from xcloud import entry
 from xcloud.__main__ import COMMANDS, OF_A_CLONE, main
 from xcloud.base import project
+from xcloud.base.errors import ConfigError, RunFailed
+from xcloud.launch.processes import RunStopped
 from xcloud.record.files import state_file
 from xcloud.security.audit import audit_file
 
@@ -144,3 +147,36 @@ def test_a_command_that_prints_facts_prints_them_as_json(
     folder(tmp_path)
     assert main([*(str(tmp_path) if word == "RUN" else word for word in words), "--json"]) == 0
     assert holds(json.loads(capsys.readouterr().out))
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (ConfigError("a is wrong\nb too"), 1, "xcloud: a is wrong\nxcloud: b too\n"),
+        (RunFailed("rank 1 failed"), 1, "xcloud: rank 1 failed\n"),
+        (FileNotFoundError(2, "No such file", "x.tsv"), 1,
+         "xcloud: [Errno 2] No such file: 'x.tsv'\n"),
+        (RunStopped("stopped at step 3"), 75, "xcloud: stopped at step 3\n"),
+        (KeyboardInterrupt(), 130, "xcloud: interrupted; every rank has ended\n"),
+    ],
+)  # fmt: skip
+def test_what_ends_a_run_is_a_line_and_an_exit_code(
+    error: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended, entry.exit_codes():
+        raise error
+    assert ended.value.code == code and capsys.readouterr().err == said
+
+
+def test_a_fault_of_the_program_keeps_its_traceback() -> None:
+    for fault in (OSError(5, "no file of anybody"), ValueError("a defect")):
+        with pytest.raises(type(fault)), entry.exit_codes():
+            raise fault
+
+
+def test_flags_of_hydra_are_told_from_settings_with_their_values() -> None:
+    words = ["a=1", "-cd", "mine=x", "--info", "all", "b=2", "--config-dir=other", "-m"]
+    settings, options = entry.split_words(words)
+    assert settings == ["a=1", "b=2"]
+    assert options == ["-cd", "mine=x", "--info", "all", "--config-dir=other", "-m"]
+    assert entry.own_folders(options) == [Path("mine=x"), Path("other")]

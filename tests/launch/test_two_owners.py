@@ -9,10 +9,12 @@ from typing import Any, cast
 import pytest
 
 from tests.toy import toy_config
+from xcloud.base.errors import ConfigError
 from xcloud.job import config as configs
 from xcloud.job.job import Launch
+from xcloud.launch import joined_rank
 from xcloud.launch.join import AGAIN, BEGIN_AGAIN, CloudRanks, Machine
-from xcloud.launch.joined_rank import JoinedProcess, place_of
+from xcloud.launch.joined_rank import JoinedProcess, check_peers, place_of
 from xcloud.launch.local import stopped_in_words
 from xcloud.launch.own_progress import OwnProgress, what_left
 from xcloud.launch.rank_process import RankProcess
@@ -277,3 +279,23 @@ def test_both_owners_mean_one_run_and_each_listens_where_it_is_asked_to(
     assert first.run == other.run == moved.run and len(first.run) == RUN_BYTES
     larger = ClusterLayout({**clouds, "b": Cloud(2, [1])}, "sealed")
     assert place_of(larger, 1, attempt=4, listen=None).run != first.run
+
+
+def test_a_cloud_needs_the_certificates_of_those_it_has_a_line_to_and_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each has a line to the first, which it reports to, and to its neighbours."""
+    clouds = {
+        name: Cloud(1, [stage], address=f"10.0.0.{stage}:7000" if stage < 3 else None)
+        for stage, name in enumerate("abcd")
+    }
+    layout = ClusterLayout(clouds, "sealed")
+    rows = ("bcd", "a", ""), ("bc", "a", "d"), ("ac", "b", ""), ("a", "b", "c"), ("abd", "c", "")
+    for known, cloud, lacks in rows:
+        keys = SimpleNamespace(peers=dict.fromkeys(known, ()), pem_file=Path("own.pem"))
+        monkeypatch.setattr(joined_rank, "this_clouds_keys", lambda keys=keys: keys)
+        try:
+            check_peers(layout, cloud)
+            assert not lacks
+        except ConfigError as error:
+            assert lacks and f"peers: {{{lacks}: [{lacks}.pem]}}" in str(error)

@@ -420,3 +420,34 @@ def test_a_model_that_wrote_an_answer_goes_on_training() -> None:
     pipeline = SimpleNamespace(stages=[stage], autocast=contextlib.nullcontext)
     written = list(Evaluator._follow(cast(Any, SimpleNamespace(pipeline=pipeline)), [1]))
     assert written == [False] and stage.training
+
+
+def test_torchrun_must_start_the_ranks_of_the_file_and_no_run_that_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Settings.of(toy_config("two_clouds", ["training.max_steps=5"])).job
+    for started, is_right in ((1, False), (2, True), (3, False)):
+        monkeypatch.setenv("WORLD_SIZE", str(started))
+        refuses = contextlib.nullcontext() if is_right else pytest.raises(
+            ConfigError, match=f"torchrun started {started} ranks in all, but .* have 2"
+        )  # fmt: skip
+        with refuses:
+            several_machines._check_started(job)
+    for status, num_steps, is_done in (
+        ("finished", 5, True), ("finished", 6, True), ("finished", 4, False), ("failed", 5, False),
+    ):  # fmt: skip
+        (tmp_path / "summary.json").write_text(
+            json.dumps({"status": status, "num_steps": num_steps})
+        )
+        refuses = pytest.raises(ConfigError, match="holds a finished run") if is_done else (
+            contextlib.nullcontext()
+        )  # fmt: skip
+        with refuses:
+            several_machines.check_unfinished(job, tmp_path)
+
+
+def test_who_has_stopped_a_run_is_said_as_far_as_it_is_known() -> None:
+    two, three = ["a", "b"], ["a", "b", "c"]
+    assert several_machines.stopped_by(two, "b", was_asked=True).startswith("stopped by b (")
+    assert several_machines.stopped_by(two, "b", was_asked=False) == "stopped by a"
+    assert "another cloud or machine" in several_machines.stopped_by(three, "b", was_asked=False)

@@ -12,7 +12,13 @@ from tests.pipelines import ToyStage, samples
 from tests.trainers import LAYOUTS, ranks, update
 from xcloud.base.errors import ConfigError
 from xcloud.pipeline.batch_plan import BatchPlan
-from xcloud.pipeline.settings import Optimizer, Training, autocast_for, is_emulated
+from xcloud.pipeline.settings import (
+    Optimizer,
+    Training,
+    autocast_for,
+    is_emulated,
+    resolve_precision,
+)
 
 CPU = torch.device("cpu")
 
@@ -60,6 +66,11 @@ def test_bf16_is_called_emulated_only_where_the_processor_has_none(
     assert is_emulated("bf16", CPU) is not fast
     assert not is_emulated("fp32", CPU) and not is_emulated("auto", CPU)
     assert not is_emulated("bf16", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: not fast)
+    here, there = ("bf16", "fp32") if fast else ("fp32", "bf16")
+    assert resolve_precision("auto", CPU) == here
+    assert resolve_precision("auto", torch.device("cuda")) == there
+    assert [resolve_precision(given, CPU) for given in ("fp32", "bf16")] == ["fp32", "bf16"]
 
 
 def test_inverse_sqrt_rises_to_the_peak_and_falls() -> None:

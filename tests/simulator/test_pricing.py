@@ -32,6 +32,7 @@ from xcloud.planner.search import Ranked, Space, fastest, search
 from xcloud.planner.settings import DIMENSIONS, with_micro_batches
 from xcloud.record.run_record import epochs_text
 from xcloud.record.timeline import predicted_of
+from xcloud.simulator.codec_timer import MAX_REPEATS, median_s
 from xcloud.simulator.costs import (
     FREE,
     AveragingCodec,
@@ -45,7 +46,7 @@ from xcloud.simulator.costs import (
     Update,
     lines_of,
 )
-from xcloud.simulator.formulas import PieceWork, exchange_of, memory_of
+from xcloud.simulator.formulas import ExchangeCost, PieceWork, exchange_of, memory_of
 from xcloud.simulator.plan import NO_COMPRESSION, Arranged, Plan
 from xcloud.simulator.prediction import Simulator
 from xcloud.simulator.pricing import OverEpochs, Pricer, alike
@@ -479,3 +480,33 @@ def test_the_contributions_that_a_robust_merge_looks_at_are_counted_in_memory(
 
     mean, robust = memory.values()
     assert robust - mean == 3 * 600 / num_ranks
+
+
+def test_an_exchange_costs_a_step_its_share_and_only_what_later_steps_do_not_hide() -> None:
+    """Of two steps one has an exchange of 3 s of codec and 10 s of line."""
+    own_s, found = 4.0, ExchangeCost(3.0, 10.0, {"a-b": 600.0}, per_step=0.5, hides_steps=0.0)
+    assert found.step_s(own_s) == 4.0 + 0.5 * (3.0 + 10.0)
+    assert replace(found, hides_steps=2.0).step_s(own_s) == 4.0 + 0.5 * (3.0 + 10.0 - 8.0)
+    assert replace(found, hides_steps=3.0).step_s(own_s) == 4.0 + 0.5 * 3.0
+    assert found.codec_s_per_step == 1.5 and found.bytes_per_step == {"a-b": 300.0}
+
+
+@pytest.mark.parametrize(
+    ("took_s", "median"),
+    [
+        ([9.0, 0.25, 0.5], 0.375),  # the first call is no measurement, two others always are
+        ([9.0, 0.03, 0.04, 0.09], 0.04),  # until a tenth of a second has been measured
+        ([9.0, *(n / 1e4 for n in range(1, MAX_REPEATS + 1))], 3e-4),
+    ],
+)
+def test_a_codec_is_timed_by_the_median_of_a_few_calls(
+    took_s: list[float], median: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, left = [0.0], [*took_s]
+
+    def once() -> None:
+        clock[0] += left.pop(0)
+
+    monkeypatch.setattr("xcloud.simulator.codec_timer.OTHER_BYTES", 8)
+    monkeypatch.setattr("xcloud.simulator.codec_timer.time.perf_counter", lambda: clock[0])
+    assert median_s(once, torch.device("cpu")) == pytest.approx(median) and not left

@@ -167,6 +167,7 @@ def test_nonsense_is_refused_when_built(settings: dict[str, object], message: st
 def test_what_only_the_text_shows_is_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="all empty"):
         TrainedTokenizer().prepare(["", ""], tmp_path)
+    assert TrainedTokenizer(300).prepare(["", *TEXTS], tmp_path).encode(["a"])[0]
     with pytest.raises(ConfigError, match=r"too small: the text has .* set at least"):
         TrainedTokenizer(50, "wordpiece").prepare(TEXTS, tmp_path)
 
