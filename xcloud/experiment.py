@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import settings
@@ -29,6 +29,8 @@ class Experiment(PipelineJob):
 
     Raises ConfigError for settings that do not fit together.
     """
+
+    figures: ClassVar[Sequence[FeatureFigure]] = FIGURES
 
     def __post_init__(self) -> None:
         # A frozen object is completed here, before anybody else sees it.
@@ -70,10 +72,6 @@ class Experiment(PipelineJob):
             use.check(self)
         for feature in self.features:
             feature.check(self)
-
-    @property
-    def figures(self) -> Sequence[FeatureFigure]:
-        return FIGURES
 
     @property
     def features(self) -> list[Feature]:
@@ -184,11 +182,6 @@ class Experiment(PipelineJob):
     @property
     def has_public_texts(self) -> bool:
         return getattr(self.task, "is_public", False) is True
-
-    @property
-    def scores_first(self) -> bool:
-        """True where the test set is scored before the first step too, for comparison."""
-        return getattr(self.model, "is_pretrained", False) and not self.roster.is_elastic
 
     def check(self) -> None:
         """Raise DataError if data or a checkpoint are missing.

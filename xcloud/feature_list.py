@@ -14,20 +14,20 @@ from xcloud.features.replicas.figures import MERGES
 from xcloud.features.sentinel.figures import DEPARTURES
 from xcloud.features.until.figures import TARGET
 from xcloud.features.weight_patches.figures import WEIGHTS
-from xcloud.record.evaluation import EVALUATION_FIGURE
-from xcloud.record.feature_figures import LINES, REFUSED_REPORTS, FeatureFigure
+from xcloud.record.feature_figures import FeatureFigure
+from xcloud.record.run_figures import OF_EVERY_RUN
 from xcloud.record.usage import USAGE
 
 if TYPE_CHECKING:
     from xcloud.rank.feature import Feature
 
 FIGURES: Sequence[FeatureFigure] = (
-    *(LEAKS, MERGES, SWITCHES, GUARANTEE, DEPARTURES, WEIGHTS, LINES, REFUSED_REPORTS, PRODUCERS),
-    EVALUATION_FIGURE,
-    TARGET,
-    USAGE,
+    *(LEAKS, MERGES, SWITCHES, GUARANTEE, DEPARTURES, WEIGHTS),
+    *OF_EVERY_RUN,
+    *(PRODUCERS, TARGET, USAGE),
 )
-"""What they add to summary, closing table, tracker and pictures."""
+"""What they add to summary, closing table, tracker and pictures, and what every run has there. In
+the order of the table, which ends with what the run used."""
 
 
 @cache

@@ -185,7 +185,8 @@ def test_what_is_told_of_a_step_counts_no_longer_once_a_run_has_gone_back_before
     kinds = [kind for figure in FIGURES for kind in figure.kinds]
     statistics = RunStatistics(1, FIGURES)
     for kind in kinds:
-        statistics.feed({"event": kind, "rank": 0, "cloud": "a", "t": 1.0, "step": 5})
+        of_kind = {"event": kind, "ranks": []}
+        statistics.feed({**of_kind, "rank": 0, "cloud": "a", "t": 1.0, "step": 5})
     assert {event["event"] for event in statistics.events(*kinds)} == {*kinds}
     statistics.feed({"event": "resume", "rank": 0, "cloud": "a", "t": 2.0, "step": 4})
     left = {event["event"] for event in statistics.events(*kinds)}

@@ -9,10 +9,10 @@ from tests.runs import in_threads, losses, start
 from tests.toy import toy_config
 from xcloud.base.errors import ConfigError, RunFailed
 from xcloud.feature_list import FIGURES
+from xcloud.features.until.figures import steady_step_s
 from xcloud.features.until.settings import Until
 from xcloud.pipeline.settings import Training
 from xcloud.record.run_record import RunRecord
-from xcloud.record.summary import steady_step_s
 
 
 def until(**fields: object) -> list[str]:

@@ -16,7 +16,6 @@ from tests.nightly import first_daily
 from tests.runs import in_threads
 from tests.toy import toy_config
 from tests.toy_text import PAD, ToyTextTask, text_config
-from xcloud.record.elastic_steps import ElasticCollector
 from xcloud.record.events import (
     EVENTS_FILE,
     EventReader,
@@ -212,7 +211,7 @@ def absence(what: str, step: int) -> dict[str, Any]:
 
 def test_steps_are_complete_without_a_cloud_that_is_gone() -> None:
     """What its loss completes comes with the next events, in order; back, it is waited for."""
-    collector, found = ElasticCollector(2), []
+    collector, found = StepCollector(2), []
 
     def feed(event: dict[str, Any]) -> None:
         totals = collector.feed(event)
@@ -236,7 +235,7 @@ def test_steps_are_complete_without_a_cloud_that_is_gone() -> None:
 
 
 def test_a_cloud_that_was_only_late_is_waited_for_throughout() -> None:
-    collector = ElasticCollector(2)
+    collector = StepCollector(2)
     events = [absence("late", 1), step_event(0, 1), absence("back", 2), step_event(0, 2)]
     assert [collector.feed(event) for event in events] == [None] * 4
     found = [collector.feed(event) for event in (step_event(1, 1), step_event(1, 2))]
@@ -246,7 +245,7 @@ def test_a_cloud_that_was_only_late_is_waited_for_throughout() -> None:
 
 def test_a_cloud_that_is_gone_before_it_has_told_of_a_step_is_not_waited_for() -> None:
     """What it was about to tell when it was killed is lost with it."""
-    collector = ElasticCollector(2)
+    collector = StepCollector(2)
     events = [step_event(0, 1), absence("left", 1), step_event(0, 2), absence("back", 2)]
     found = [collector.feed(event) for event in (*events, step_event(0, 3), step_event(1, 3))]
     assert [totals.step for totals in found if totals] == [1, 2, 3]
@@ -258,13 +257,13 @@ def test_a_step_of_which_a_report_was_lost_is_not_remembered_for_ever() -> None:
     steps = [step_event(0, step) for step in range(1, 100)] + [step_event(1, 99)]
     found = [collector.feed(event) for event in steps]
     assert found[-1] is not None and found[-1].step == 99
-    assert not collector._reports
+    assert not collector.reports
 
 
 def test_a_run_that_goes_on_has_the_steps_that_a_lost_rank_did_not_tell() -> None:
     """Rank 1, gone in step 2, was back in 3 and was lost with the rank that it tells. After that
     it begins with the others."""
-    collector = ElasticCollector(2)
+    collector = StepCollector(2)
     events = [step_event(0, 1), absence("left", 1), step_event(0, 2), absence("back", 2)]
     events += [step_event(0, 3), {"event": "resume", "step": 3}, step_event(0, 4)]
     found = [collector.feed(event) for event in (*events, step_event(1, 4), {"event": "note"})]

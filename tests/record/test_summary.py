@@ -11,7 +11,8 @@ from experiments.claims.archive import figures_of
 from xcloud.feature_list import FIGURES
 from xcloud.layout import Price
 from xcloud.record.evaluation import evaluation_metrics
-from xcloud.record.feature_figures import LINES, FeatureFigure
+from xcloud.record.feature_figures import FeatureFigure
+from xcloud.record.run_figures import OF_EVERY_RUN
 from xcloud.record.run_record import RunRecord
 from xcloud.record.summary import RunStatistics, Summary, feed_log, other_memory, write_summary
 
@@ -337,6 +338,9 @@ def test_the_closing_table_leaves_out_what_never_crosses() -> None:
         assert row not in shown
     crossing = {**sent, "forward": 1000}
     assert "sent forward" in table_of({**summary, "wan_bytes_per_step": crossing})
+
+
+[LINES] = [figure for figure in OF_EVERY_RUN if "line" in figure.kinds]
 
 
 def line_event(**fields: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Annotated, Any, Protocol, Self, cast, runtime_checkable
+from typing import Annotated, Any, ClassVar, Protocol, Self, cast, runtime_checkable
 
 from pydantic import AfterValidator, SkipValidation
 
@@ -34,8 +34,6 @@ from xcloud.pipeline.hook import OwnHook
 from xcloud.pipeline.pinned_batches import PinnedBatchPlan
 from xcloud.pipeline.schedule import Schedule
 from xcloud.pipeline.settings import Checkpoints, Training
-from xcloud.record.elastic_steps import ElasticCollector
-from xcloud.record.events import StepCollector
 from xcloud.record.feature_figures import FeatureFigure
 from xcloud.record.summary import RunStatistics
 from xcloud.security.defences import Defence
@@ -105,11 +103,6 @@ def _own_hook(hook: Any) -> Any:
     return hook
 
 
-def _checked_sweep(name: str) -> str:
-    check_name("sweep", name=name)
-    return name
-
-
 @runtime_checkable
 class PlanSettings(Protocol):
     """The settings of `plan` (planner/settings.py): what a planner, not the job, asks for."""
@@ -117,10 +110,6 @@ class PlanSettings(Protocol):
     @property
     def mode(self) -> str:
         """The word for what to do with plans: "show" them, or "apply" the best."""
-
-    @property
-    def search(self) -> Sequence[str]:
-        """The names of the dimensions in which a plan may differ from the job."""
 
 
 @settings(kw_only=True)
@@ -148,7 +137,7 @@ class Job(OfJob, ABC):
     name: Annotated[str, AfterValidator(partial(check_label, "name"))]
     seed: NotNegative = 1
     profile: Annotated[str, AfterValidator(partial(check_label, "profile"))] = "demo"
-    sweep: Annotated[str, AfterValidator(_checked_sweep)] | None = None
+    sweep: Annotated[str, AfterValidator(partial(check_name, "sweep"))] | None = None
     label: Annotated[str, AfterValidator(partial(check_label, "label"))] | None = None
     cluster: SkipValidation[Layout]
     training: SkipValidation[Any]  # with max_steps and checkpoint
@@ -156,6 +145,9 @@ class Job(OfJob, ABC):
     cache_dir: WritePath = ".cache"
     launch: Launch = field(default_factory=Launch)
     plan: PlanSettings | None = None
+
+    figures: ClassVar[Sequence[FeatureFigure]] = ()
+    """The figures that features add to those of a run."""
 
     @classmethod
     def of(cls, made: object) -> Job:
@@ -216,17 +208,7 @@ class Job(OfJob, ABC):
         return None
 
     def statistics(self) -> RunStatistics:
-        num_ranks = self.cluster.num_ranks
-        # Ranks that come and go leave steps that only some have reported.
-        kind = ElasticCollector if self.roster.is_elastic else StepCollector
-        return RunStatistics(
-            steps=kind(num_ranks), figures=self.figures, prices=self.cluster.prices
-        )
-
-    @property
-    def figures(self) -> Sequence[FeatureFigure]:
-        """The figures that features add to those of a run."""
-        return ()
+        return RunStatistics(self.cluster.num_ranks, self.figures, self.cluster.prices)
 
     @property
     def places(self) -> ModelPlacement:

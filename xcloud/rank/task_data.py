@@ -104,7 +104,7 @@ def report_cuts(reporter: Reporter, num_cut: NumCut) -> None:
     another owner's cloud only says it in its own log."""
     for line in cuts_in_words(num_cut):
         reporter.remark(line)
-    if reporter.may_tell_of_texts:
+    if not reporter.is_abroad:
         for what, by_split in num_cut.items():
             for split, cut in by_split.items():
                 reporter.event("cut", field=what, split=split, num=cut.num, of=cut.of)

@@ -72,12 +72,13 @@ class CheckpointFolder(CheckpointSteps):
         numbers = {name: value for name, value in state.items() if name not in tensors}
         try:
             # Tensors first: the JSON, which makes a shard of them, has their digest.
-            digest, num_bytes = _write_tensors(_tensors_file(folder, rank=rank), rank, tensors)
+            path = folder / f"rank-{rank}.safetensors"
+            digest, num_bytes = _write_tensors(path, rank, tensors)
             text = {"step": step, "rank": rank, "about": dict(about), "numbers": numbers,
                     "num_bytes": num_bytes, "sha256": digest}  # fmt: skip
             # The JSON has a digest of itself, too: a bit that flips in a number is found.
             data = json.dumps({**text, "own_sha256": _digest_of(text)}).encode()
-            write_whole(_json_file(folder, rank=rank), rank=rank, pieces=[data])
+            write_whole(folder / f"rank-{rank}.json", rank=rank, pieces=[data])
         # Also at Ctrl+C: no half of a shard is left.
         except BaseException:
             _delete_part(folder, rank=rank)
@@ -91,7 +92,7 @@ class CheckpointFolder(CheckpointSteps):
     def check(self, step: int, rank: int) -> None:
         """Read all of a shard. Raises DataError saying what is wrong with it."""
         head = self._head(step, rank=rank)
-        path = _tensors_file(self.step_dir(step), rank=rank)
+        path = self.step_dir(step) / f"rank-{rank}.safetensors"
         try:
             with open(path, "rb") as file:
                 # The size first, as it is quicker to say and tells what was cut off.
@@ -110,7 +111,7 @@ class CheckpointFolder(CheckpointSteps):
     def read(self, step: int, rank: int) -> dict[str, Tensor | int]:
         """Return a shard. Raises DataError unless it is what was written."""
         self.check(step, rank)
-        tensors = load_file(_tensors_file(self.step_dir(step), rank=rank))
+        tensors = load_file(self.step_dir(step) / f"rank-{rank}.safetensors")
         return {**tensors, **self._head(step, rank=rank)["numbers"]}
 
     def mark_agreed(self, step: int, rank: int, facts: Mapping[str, Any]) -> None:
@@ -196,7 +197,7 @@ class CheckpointFolder(CheckpointSteps):
         self.delete(step, rank=rank)
 
     def _head(self, step: int, rank: int) -> dict[str, Any]:
-        path = _json_file(self.step_dir(step), rank=rank)
+        path = self.step_dir(step) / f"rank-{rank}.json"
         try:
             head = parsed_json(path.read_text("utf-8"))
             written = head.pop("own_sha256")
@@ -213,9 +214,9 @@ class CheckpointFolder(CheckpointSteps):
 
 def _delete_part(folder: Path, rank: int) -> None:
     # The JSON first: without it the rest is no part.
-    parts = (_json_file(folder, rank=rank), _tensors_file(folder, rank=rank))
+    parts = (folder / f"rank-{rank}.json", folder / f"rank-{rank}.safetensors")
     # Drafts of a process that was killed. Looked up by name: other ranks may delete the folder.
-    drafts = (draft_of(path, rank=rank) for path in (*parts, folder / AGREED_FILE))
+    drafts = (path.with_name(f".{path.name}.{rank}") for path in (*parts, folder / AGREED_FILE))
     for path in (*parts, *drafts):
         path.unlink(missing_ok=True)
 
@@ -223,14 +224,6 @@ def _delete_part(folder: Path, rank: int) -> None:
 def _name(path: Path) -> str:
     """Return the path without the run folder's own, which is nobody else's matter."""
     return f"{path.parent.name}/{path.name}"
-
-
-def _tensors_file(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank}.safetensors"
-
-
-def _json_file(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank}.json"
 
 
 def _digest_of(head: Mapping[str, Any]) -> str:
@@ -259,20 +252,15 @@ def _write_tensors(path: Path, rank: int, tensors: Mapping[str, Tensor]) -> tupl
     # Safetensors wants the tensors to begin at a multiple of 8.
     text += b" " * (-len(text) % 8)
     pieces = [len(text).to_bytes(8, "little"), text]
-    return write_whole(
-        path, rank=rank, pieces=chain(pieces, (_bytes_of(tensors[name]) for name in names))
-    )
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor. One of a GPU is copied only while it is written."""
-    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return memoryview(flat.numpy())  # type: ignore[arg-type]
+    # A tensor of a GPU is copied only while it is written.
+    flat = (tensors[name].detach().cpu().contiguous().view(-1).view(torch.uint8) for name in names)
+    of_tensors = (memoryview(one.numpy()) for one in flat)  # type: ignore[arg-type]
+    return write_whole(path, rank=rank, pieces=chain(pieces, of_tensors))
 
 
 def write_whole(path: Path, rank: int, pieces: Iterable[bytes | memoryview]) -> tuple[str, int]:
     """Write a file under another name until all of it is on the disk. Return SHA-256 and bytes."""
-    draft = draft_of(path, rank=rank)
+    draft = path.with_name(f".{path.name}.{rank}")
     digest = hashlib.sha256()
     num_bytes = 0
     try:
@@ -290,11 +278,6 @@ def write_whole(path: Path, rank: int, pieces: Iterable[bytes | memoryview]) -> 
         raise
     sync_names(path.parent)
     return digest.hexdigest(), num_bytes
-
-
-def draft_of(path: Path, rank: int) -> Path:
-    """Return the path at which a rank writes a file before it bears its name."""
-    return path.with_name(f".{path.name}.{rank}")
 
 
 def sync_names(folder: Path) -> None:

@@ -70,7 +70,12 @@ class EventReader:
     def __init__(self, path: str | Path, warn: bool = True) -> None:
         self.path = Path(path)
         self._warn = warn
-        self._logs = files.event_logs(self.path)
+        # What release 0.2.0 cut off every 8 MB (events.0001.jsonl.gz, or without .gz if it was
+        # killed meanwhile), then the log itself.
+        earlier = sorted(self.path.parent.glob(f"{self.path.stem}.[0-9]*"), reverse=True)
+        # A log that was being packed when its writer died is there twice: the plain one is whole.
+        one_each = {file.name.removesuffix(".gz"): file for file in earlier}
+        self._logs = [*(one_each[name] for name in sorted(one_each)), self.path]
         self._offset = 0
         self._lines: deque[bytes] = deque()
         self._unfinished = b""
@@ -202,13 +207,13 @@ def _mean_loss(reports: Iterable[Event]) -> float | None:
     return mean
 
 
+@dataclass(eq=False)
 class Columns:
     """Numbers of complete steps, in order: of each key of StepTotals, and of "step_s", "ended_s"
     and "loss", one for each step."""
 
-    def __init__(self) -> None:
-        self.step = array("q")
-        self._columns: dict[Key, array[float]] = {}
+    step: array[int] = field(default_factory=lambda: array("q"))
+    _columns: dict[Key, array[float]] = field(default_factory=dict)
 
     def append(self, totals: StepTotals) -> None:
         loss = NO_LOSS if totals.loss is None else totals.loss
@@ -251,52 +256,67 @@ class Columns:
 class StepCollector:
     """Join the ranks' step reports; `feed` returns the totals once the last rank has reported.
 
-    Once a run resumes, ranks that have not reported the steps before are not waited for. What this
-    completes comes one by one with the next events.
+    Once a run resumes, ranks that have not reported the steps before are not waited for, nor are
+    those of a cloud that has left. What this completes comes one by one with the next events.
+
+    reports: those of steps that are not complete, by step and rank.
     """
 
     def __init__(self, num_ranks: int) -> None:
         if num_ranks < 1:
             raise ValueError(f"StepCollector.num_ranks must be 1 or more, got {num_ranks}")
         self.num_ranks = num_ranks
-        self._reports: dict[int, dict[int, Event]] = {}
+        self.reports: dict[int, dict[int, Event]] = {}
         self._complete: deque[StepTotals] = deque()
-
-    @property
-    def open_steps(self) -> set[int]:
-        return {*self._reports}
+        self._gone_until: dict[int, float] = {}  # the last step that a lost rank does not report
+        self._done = -1  # the latest complete step, once ranks have gone
 
     def feed(self, event: Event) -> StepTotals | None:
-        if event["event"] == "resume":
+        kind = event["event"]
+        if kind == "absence":
+            self._note_absence(event)
+        if kind == "resume":
             # Steps of an attempt that was interrupted are never completed by the ranks that are
             # gone.
             self._go_back(event["step"])
-        if event["event"] == "step":
-            self._reports.setdefault(event["step"], {})[event["rank"]] = event
+        # Without the rank that reports now, an earlier step may be complete already.
+        if kind == "step" and event["step"] > self._done:
+            self.reports.setdefault(event["step"], {})[event["rank"]] = event
             self._close(event["step"])
         if self._complete:
             return self._complete.popleft()
         return None
 
+    def _note_absence(self, event: Event) -> None:
+        for rank in event["ranks"]:
+            if event["what"] == "left":
+                self._gone_until[rank] = math.inf
+            elif event["what"] == "back" and rank in self._gone_until:
+                self._gone_until[rank] = event["step"]  # it begins with the next one
+        # A cloud that left may have been all that a step waited for.
+        for step in sorted(self.reports):
+            self._close(step)
+
     def _go_back(self, to_step: int) -> None:
-        for step in sorted(self._reports):
+        for step in sorted(self.reports):
             # Up to the step of the checkpoint all ranks had trained; whoever was lost had no time
             # to tell.
             if step <= to_step:  # of a rank that was lost before it could report
-                self._complete.append(StepTotals.of(step, self._reports[step]))
-        self._reports.clear()
-
-    def _absent(self, step: int) -> set[int]:
-        """Ranks that are not waited for."""
-        return set()
+                self._complete.append(StepTotals.of(step, self.reports[step]))
+        self.reports.clear()
+        self._done = min(self._done, to_step)
+        # Ranks that were gone at that step are still gone.
+        self._gone_until = {rank: min(u, to_step) for rank, u in self._gone_until.items()}
 
     def _close(self, step: int) -> None:
+        absent = {rank for rank, until in self._gone_until.items() if step <= until}
         # Ranks that are not waited for may have reported all the same.
-        if len(self._reports[step].keys() | self._absent(step)) < self.num_ranks:
-            return
-        self._complete.append(StepTotals.of(step, self._reports.pop(step)))
-        # A rank reports in order: what is missing of earlier steps was lost.
-        self._reports = {later: some for later, some in self._reports.items() if later > step}
+        if len(self.reports[step].keys() | absent) >= self.num_ranks:
+            self._complete.append(StepTotals.of(step, self.reports.pop(step)))
+            # A rank reports in order: what is missing of earlier steps was lost.
+            self.reports = {later: some for later, some in self.reports.items() if later > step}
+        if self._gone_until and step not in self.reports:
+            self._done = max(self._done, step)
 
 
 def update_s(spans: Iterable[tuple[float, float]]) -> float:
@@ -315,21 +335,16 @@ def update_s(spans: Iterable[tuple[float, float]]) -> float:
     return min(own_s + (last_s - ended_s) for ended_s, own_s in spans)
 
 
-def _steady_s() -> float:
-    """Return a clock that nobody sets, and that counts while the machine sleeps where it can."""
-    # Counts through a machine's sleep, during which a monotonic clock may stand still.
-    if hasattr(time, "CLOCK_BOOTTIME"):
-        return time.clock_gettime(time.CLOCK_BOOTTIME)
-    return time.monotonic()
-
-
-_BEGAN_AT_S = time.time() - _steady_s()
+# A clock that nobody sets. Where there is such a one it counts through a machine's sleep, during
+# which a monotonic clock may stand still.
+_STEADY = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+_BEGAN_AT_S = time.time() - time.clock_gettime(_STEADY)
 
 
 def now_s() -> float:
     """Return the time of an event that happens now: what the machine's clock said when this
     process began, and the seconds since. A clock that is set during a run moves no event."""
-    return _BEGAN_AT_S + _steady_s()
+    return _BEGAN_AT_S + time.clock_gettime(_STEADY)
 
 
 def moment(event: Event) -> float:

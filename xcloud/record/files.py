@@ -139,15 +139,6 @@ def numbers(folder: Path, pattern: str) -> list[int]:
     return [int(match[1]) for name in names if (match := re.fullmatch(pattern, name))]
 
 
-def event_logs(path: Path) -> list[Path]:
-    """Return the files of an event log, in order: what release 0.2.0 cut off every 8 MB
-    (events.0001.jsonl.gz, or without .gz if it was killed meanwhile), then the log itself."""
-    earlier = sorted(path.parent.glob(f"{path.stem}.[0-9]*"), reverse=True)
-    # A log that was being packed when its writer died is there twice: the plain one is whole.
-    one_each = {file.name.removesuffix(".gz"): file for file in earlier}  # the plain one
-    return [*(one_each[name] for name in sorted(one_each)), path]
-
-
 def read(log: Path, offset: int) -> bytes:
     """Return at most CHUNK_BYTES of a file of a log; empty if there is none. Raises one of
     DAMAGED."""

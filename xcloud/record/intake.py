@@ -39,6 +39,7 @@ from xcloud.record.events import (
 )
 from xcloud.record.feature_figures import FeatureFigure
 from xcloud.record.reporter import EventFile
+from xcloud.record.run_figures import OF_EVERY_RUN
 
 SCORED = ("loss", "learning_rate", "grad_norm", "values")
 """Fields of a step that only the rank reports that knows the loss. Elsewhere "learned" is 0."""
@@ -122,7 +123,7 @@ Kinds = Mapping[str, type[BaseModel]]
 def kinds_of(figures: Iterable[FeatureFigure]) -> Kinds:
     """Return what other ranks may report in a run with these figures, by the name of the event."""
     table = dict(_TABLE)
-    for figure in figures:
+    for figure in (*OF_EVERY_RUN, *figures):
         # Features add kinds of their own, as they report what the core does not know.
         table |= figure.reported
     return {name: _kind(name, line) for name, line in table.items()}

@@ -57,7 +57,11 @@ class EventFile:
         self._path = path
         # Unbuffered: what is written is in the file even if the process is killed.
         self._file = open(path, "ab", buffering=0, opener=files.no_link)
-        self._is_torn = _ends_inside_a_line(path)
+        with open(path, "rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            # An earlier attempt at the run was killed while it wrote if the file ends without a
+            # line feed.
+            self._is_torn = end > 0 and (file.seek(end - 1), file.read(1))[1] != b"\n"
         self.lost: LostLines | None = None
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0  # what is being written included
@@ -162,14 +166,6 @@ def _in_short(lines: bytes) -> bytes:
     # Only what LostLines looks at is kept: a rank that ends.
     kept = [line if b'"event":"finish"' in line else b"-" for line in lines.split(b"\n") if line]
     return b"\n".join(kept)
-
-
-def _ends_inside_a_line(path: Path) -> bool:
-    """An earlier attempt at the run was killed while it wrote."""
-    with open(path, "rb") as file:
-        end = file.seek(0, os.SEEK_END)
-        # A file that ends without a line feed.
-        return end > 0 and (file.seek(end - 1), file.read(1))[1] != b"\n"
 
 
 class LostLines:
@@ -283,7 +279,7 @@ class Reporter:
     sink: called with full lines, at most 128 KiB per call. It does not block for long.
     state: the state file, which gets every event.
     is_abroad: True if the reports leave this rank's cloud for that of another owner. Then they
-        name no path of this machine.
+        name no path of this machine, and describe none of this cloud's own files and texts.
     """
 
     def __init__(
@@ -298,7 +294,7 @@ class Reporter:
         self._cloud = cloud
         self._sink = sink
         self.state = state
-        self._is_abroad = is_abroad
+        self.is_abroad = is_abroad
         self._pending: list[bytes] = []
         self.contents: dict[str, set[str]] = {}  # kind of event -> names of its fields
         self._flushed_at_s = time.monotonic()
@@ -316,7 +312,7 @@ class Reporter:
         # The rank's own state file may name paths: it stays on this machine.
         if self.state is not None:
             self.state.on_event(event, fields=fields)
-        if self._is_abroad:
+        if self.is_abroad:
             fields = {name: _without_paths(value) for name, value in fields.items()}
         self._pending.append(
             json.dumps({**head, **fields}, separators=(",", ":")).encode() + b"\n"
@@ -328,16 +324,11 @@ class Reporter:
     def note(self, text: str) -> None:
         self.event("note", now=True, text=text)
 
-    @property
-    def may_tell_of_texts(self) -> bool:
-        """True if reports to rank 0 may describe this cloud's own files and texts."""
-        return not self._is_abroad
-
     def remark(self, text: str) -> None:
         """Note a remark on this cloud's own files and texts, such as how a network was made of
         them. It is not sent to another owner's cloud."""
         # Shown to this cloud's owner alone.
-        if self._is_abroad:
+        if self.is_abroad:
             say(f"rank {self._rank}: {text}")
         else:
             self.note(text)

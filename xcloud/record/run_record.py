@@ -62,7 +62,28 @@ class RunRecord:
     @cached_property
     def tables(self) -> Sequence[tuple[str, Sequence[str], Sequence[Sequence[str]]]]:
         """The tables below the closing one: title, headings, lines."""
-        return [*_tables(self.summary)]
+        summary = self.summary
+        tables: list[tuple[str, Sequence[str], Sequence[Sequence[str]]]] = []
+        # A run that made no step has no times.
+        if summary["compute_s"]:
+            times = [
+                [cloud, *(human_seconds(summary.get(kind, {}).get(cloud)) for kind in KINDS)]
+                for cloud in summary["compute_s"]
+            ]
+            title = "time in a step, mean of the ranks of a cloud"
+            tables.append((title, ["cloud", *KINDS.values()], times))
+        if memory := summary.get("memory"):
+            in_use = sorted(memory, key=lambda rank: rank.get("gpu_peak", rank["peak"]))
+            fullest = {rank["cloud"]: rank for rank in in_use}.values()
+            by_rank = sorted(fullest, key=lambda rank: int(rank["rank"]))
+            cells = [
+                [kind.replace("_", " "), *(human_bytes(rank.get(kind)) for rank in by_rank)]
+                for kind in (*MEMORY, OTHER_MEMORY)
+                if any(kind in rank for rank in memory)
+            ]
+            headings = ["", *(rank["cloud"] for rank in by_rank)]
+            tables.append(("memory of the fullest rank", headings, cells))
+        return tables
 
     @property
     def markdown(self) -> str:
@@ -151,28 +172,6 @@ def _metrics_of_parts(summary: Mapping[str, Any]) -> dict[str, float | None]:
     for rank in summary.get("memory", ()):
         metrics |= {f"memory_{name}_rank{rank['rank']}": rank.get(name) for name in kinds}
     return metrics
-
-
-def _tables(
-    summary: Mapping[str, Any],
-) -> Iterator[tuple[str, Sequence[str], Sequence[Sequence[str]]]]:
-    # A run that made no step has no times.
-    if summary["compute_s"]:
-        times = [
-            [cloud, *(human_seconds(summary.get(kind, {}).get(cloud)) for kind in KINDS)]
-            for cloud in summary["compute_s"]
-        ]
-        yield "time in a step, mean of the ranks of a cloud", ["cloud", *KINDS.values()], times
-    if memory := summary.get("memory"):
-        in_use = sorted(memory, key=lambda rank: rank.get("gpu_peak", rank["peak"]))
-        fullest = {rank["cloud"]: rank for rank in in_use}.values()
-        by_rank = sorted(fullest, key=lambda rank: int(rank["rank"]))
-        cells = [
-            [kind.replace("_", " "), *(human_bytes(rank.get(kind)) for rank in by_rank)]
-            for kind in (*MEMORY, OTHER_MEMORY)
-            if any(kind in rank for rank in memory)
-        ]
-        yield "memory of the fullest rank", ["", *(rank["cloud"] for rank in by_rank)], cells
 
 
 def _speed_rows(summary: Mapping[str, Any]) -> Iterator[Row]:

@@ -15,7 +15,7 @@ from typing import Any
 from xcloud import __version__
 from xcloud.base.project import commit as project_commit
 from xcloud.base.units import LESS_IS_BETTER
-from xcloud.record.elastic_steps import ElasticCollector
+from xcloud.layout import Price
 from xcloud.record.events import (
     MALFORMED,
     MAX_TIME_S,
@@ -34,10 +34,11 @@ from xcloud.record.events import (
     body,
     moment,
 )
-from xcloud.record.feature_figures import REFUSED_REPORTS, FeatureFigure
+from xcloud.record.feature_figures import FeatureFigure
 from xcloud.record.files import has_events, read_json, replace_text
+from xcloud.record.run_figures import OF_EVERY_RUN
 from xcloud.record.run_record import RunRecord
-from xcloud.record.usage import RankPrice, Usage
+from xcloud.record.usage import Usage
 
 Summary = dict[str, Any]
 
@@ -70,11 +71,11 @@ class RunStatistics:
         self,
         steps: StepCollector | int,
         figures: Sequence[FeatureFigure] = (),
-        prices: Mapping[str, RankPrice] | None = None,
+        prices: Mapping[str, Price] | None = None,
     ) -> None:
         self.collector = StepCollector(steps) if isinstance(steps, int) else steps
-        # Reports that were refused are counted whatever the job is.
-        self._figures = (*figures, REFUSED_REPORTS)
+        # What every run has counts whatever the job says of its own.
+        self._figures = (*figures, *(one for one in OF_EVERY_RUN if one not in figures))
         self._kept = dict(KEPT)
         for figure in self._figures:
             self._kept.update(dict.fromkeys(figure.kinds, figure.is_of_steps))
@@ -112,10 +113,10 @@ class RunStatistics:
         if kind == "resume":
             self._go_back(int(event["step"]))
         elif kind in self._kept:
-            if kind == "quality":
+            for key in ("values", "errors") if kind == "quality" else ():
                 # A score may be null, and whatever is no number raises.
-                scores = {key: _numbers(event.get(key) or {}) for key in ("values", "errors")}
-                event = {**event, **scores}
+                scores = (event.get(key) or {}).items()
+                event = {**event, key: {n: s if s is None else float(s) for n, s in scores}}
             # Only a step tells what a resume makes invalid.
             if self._kept[kind] and not isinstance(event["step"], int):
                 raise TypeError(f"{kind} of step {event['step']!r:.60}")
@@ -134,7 +135,7 @@ class RunStatistics:
 
     def _go_back(self, step: int) -> None:
         # Steps that some ranks had reported are repeated as well.
-        again = self.steps.drop_after(step) | {s for s in self.collector.open_steps if s > step}
+        again = self.steps.drop_after(step) | {s for s in self.collector.reports if s > step}
         self._events = [
             event
             for event in self._events
@@ -161,7 +162,7 @@ class RunStatistics:
         cause: str | None = None,
     ) -> Summary:
         """status: "finished", "failed" or "stopped"; commit: None asks git now."""
-        return {
+        summary = {
             "name": name,
             "status": status,
             "seed": seed,
@@ -171,9 +172,14 @@ class RunStatistics:
             **self._of_attempts(),
             **self._usage.summary(),
             **self._of_events(),
-            "xcloud_version": __version__,
-            **({} if cause is None else {"cause": cause}),
         }
+        for figure in self._figures:
+            found = self.events(*figure.kinds)
+            # A feature that reported nothing says so, where it was used.
+            summary |= figure.in_summary(found) if found else figure.otherwise
+            summary |= figure.of_steps(self.steps, summary)
+        summary["xcloud_version"] = __version__
+        return summary if cause is None else {**summary, "cause": cause}
 
     def seconds(self, kind: str, first: int) -> dict[str, float]:
         """Return the seconds of all steps from the place `first`, by cloud."""
@@ -245,7 +251,11 @@ class RunStatistics:
         if len({name.partition(" ")[0] for name in boundaries}) > 1:
             per_token["boundaries"] = {
                 name: ratio(boundaries[name], below=tokens)
-                for name in sorted(boundaries, key=_boundary_order)
+                # By number, forward before backward.
+                for name in sorted(
+                    boundaries,
+                    key=lambda b: (int(b.partition(" ")[0]), b.replace("forward", "")),
+                )
             }
         return {
             "wan_bytes_per_step": per_step,
@@ -281,6 +291,10 @@ class RunStatistics:
         lost = {int(event["step"]) for event in self.events("lost_checkpoint")}
         memory = {event["rank"]: event for event in self.events("memory")}
         kept = ["cloud", "rank", *MEMORY]
+        # What did not fit, by what became of it and by split.
+        num_cut: dict[str, dict[str, int]] = {}
+        for event in self.events("cut"):
+            num_cut.setdefault(str(event["field"]), {})[str(event["split"])] = int(event["num"])
         summary = {
             **self._quality(),
             # A rank that restarted has reported twice: the last one counts.
@@ -290,29 +304,13 @@ class RunStatistics:
                 for rank in sorted(memory)
             ],
             "num_lost_checkpoints": len(lost),
-            "num_cut": self._num_cut(),
+            "num_cut": num_cut,
             "lost_files": [str(event["name"]) for event in self.events("lost_file")],
         }
         # The last attempt's data.
         for event in self.events("data")[-1:]:
             summary["data"] = body(event)
-        for figure in self._figures:
-            found = self.events(*figure.kinds)
-            # A feature that reported nothing says so, where it was used.
-            summary |= figure.in_summary(found) if found else figure.otherwise
-        if (steps := summary.get("steps_to_target")) is not None:
-            # Timed as the makers of Protocol NanoGPT do, so that rows of the board compare.
-            steady_s = steady_step_s(self.steps["step_s"][num_warmup_steps(self.num_steps) :])
-            summary["steady_step_s"] = steady_s
-            summary["time_to_target_s"] = None if steady_s is None else steps * steady_s
         return summary
-
-    def _num_cut(self) -> dict[str, dict[str, int]]:
-        """Return what did not fit, by what became of it and by split."""
-        found: dict[str, dict[str, int]] = {}
-        for event in self.events("cut"):
-            found.setdefault(str(event["field"]), {})[str(event["split"])] = int(event["num"])
-        return found
 
     def _quality(self) -> Summary:
         # Step 0 is scored before training.
@@ -352,7 +350,7 @@ def read_run(path: Path) -> RunStatistics:
     steps = (event for event in EventReader(path=path, warn=False) if event["event"] == "step")
     # No collector is needed to count the ranks: their steps have numbers.
     num_ranks = 1 + max((event["rank"] for event in steps), default=0)
-    run = RunStatistics(ElasticCollector(num_ranks))
+    run = RunStatistics(num_ranks)
     feed_log(run, events=EventReader(path=path, warn=False))
     return run
 
@@ -373,25 +371,6 @@ def other_memory(rank: Event) -> dict[str, int]:
 def num_warmup_steps(num_steps: int) -> int:
     # A tenth at most, so that short runs keep most of their steps.
     return min(MAX_WARMUP_STEPS, num_steps // 10)
-
-
-STEADY_STEPS = 10
-STEADY_WINDOWS = 3
-
-
-def steady_step_s(step_s: Sequence[float]) -> float | None:
-    """Return the mean of the first three windows of ten steps whose means differ by 1 % at most,
-    as the makers of Protocol NanoGPT time a run; the median where there are none."""
-    whole = STEADY_WINDOWS * STEADY_STEPS
-    for first in range(0, len(step_s) - whole + 1, STEADY_STEPS):
-        several = step_s[first : first + whole]
-        means = [
-            statistics.fmean(several[n : n + STEADY_STEPS]) for n in range(0, whole, STEADY_STEPS)
-        ]
-        # 1 %, as the runs that the board compares with are timed.
-        if max(means) <= 1.01 * min(means):
-            return statistics.fmean(several)
-    return statistics.median(step_s) if step_s else None
 
 
 @contextlib.contextmanager
@@ -432,20 +411,9 @@ def drop_unfinished(run_dir: Path) -> None:
         (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
 
 
-def _boundary_order(name: str) -> tuple[int, str]:
-    number, _, direction = name.partition(" ")
-    # Forward before backward.
-    return int(number), direction.replace("forward", "")
-
-
 def ratio(above: float | None, below: float) -> float | None:
     """Return above / below; None if either was not measured."""
     return above / below if above is not None and below else None
-
-
-def _numbers(values: Mapping[str, float | None]) -> dict[str, float | None]:
-    """Raises TypeError or ValueError unless each is a number, or missing."""
-    return {name: None if value is None else float(value) for name, value in values.items()}
 
 
 def _finite(value: object) -> object:

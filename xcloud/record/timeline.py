@@ -168,7 +168,14 @@ def timeline_of(events: Iterable[Event]) -> Timeline | None:
     ordered = {
         way: tuple(sorted(some, key=lambda f: f.from_us)) for way, some in sorted(flights.items())
     }
-    clocks = _describe(offsets)
+    if len(offsets.shift_us) == 1:
+        clocks = "one machine, one clock"
+    elif offsets.error_us is None:
+        clocks = f"clocks of {len(offsets.shift_us)} machines joined by wall clocks, error unknown"
+    else:
+        off_ms = offsets.error_us / 1000
+        clocks = f"clocks of {len(offsets.shift_us)} machines joined by messages both ways, "
+        clocks += f"off by {off_ms:.3g} ms at most"
     if others:
         clocks += (
             f"; without {', '.join(f'rank {one}' for one in sorted(others))}, of another step"
@@ -270,15 +277,6 @@ def _flight(
         until_us=until_us,
         arrived_us=arrived_us,
     )
-
-
-def _describe(offsets: Offsets) -> str:
-    if len(offsets.shift_us) == 1:
-        return "one machine, one clock"
-    joined = f"clocks of {len(offsets.shift_us)} machines joined by"
-    if offsets.error_us is None:
-        return f"{joined} wall clocks, error unknown"
-    return f"{joined} messages both ways, off by {offsets.error_us / 1000:.3g} ms at most"
 
 
 Timed = TypeVar("Timed", Box, Flight)

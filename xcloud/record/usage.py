@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 from xcloud.base.units import human_bytes, human_duration
+from xcloud.layout import Price
 from xcloud.record.events import MAX_TIME_S, Event
 from xcloud.record.feature_figures import FeatureFigure, Row
 
@@ -15,31 +17,17 @@ HOUR_S = 3600.0
 GB = 1e9
 
 
-class RankPrice(Protocol):
-    """A price list of a cloud, in any currency.
-
-    hour: an hour of one rank.
-    gb_out: a GB (10^9 bytes) that leaves the cloud.
-    """
-
-    @property
-    def hour(self) -> float: ...
-
-    @property
-    def gb_out(self) -> float: ...
-
-
+@dataclass
 class Usage:
     """Feed it every event of a run, in order and once.
 
     prices: those of clouds that have any.
     """
 
-    def __init__(self, prices: Mapping[str, RankPrice]) -> None:
-        self._prices = prices
-        self._egress_bytes = Counter[str]()
-        self._rank_s = defaultdict[str, float](float)
-        self._last_at_s: dict[int, float] = {}  # of the attempt of each rank
+    prices: Mapping[str, Price]
+    _egress_bytes: Counter[str] = field(default_factory=Counter)
+    _rank_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    _last_at_s: dict[int, float] = field(default_factory=dict)  # of the attempt of each rank
 
     def feed(self, event: Event) -> None:
         """Take in an event. A rank's time runs from where it begins to load to its last event."""
@@ -73,10 +61,10 @@ class Usage:
         rank_hours = {cloud: self._rank_s[cloud] / HOUR_S for cloud in clouds}
         found: dict[str, Any] = {"egress_bytes": egress_bytes, "rank_hours": rank_hours}
         # A cost of clouds without a price would be too low without a word.
-        priced = [cloud for cloud in clouds if cloud in self._prices]
+        priced = [cloud for cloud in clouds if cloud in self.prices]
         if priced:
-            compute = {name: self._prices[name].hour * rank_hours[name] for name in priced}
-            egress = {name: self._prices[name].gb_out * egress_bytes[name] / GB for name in priced}
+            compute = {name: self.prices[name].hour * rank_hours[name] for name in priced}
+            egress = {name: self.prices[name].gb_out * egress_bytes[name] / GB for name in priced}
             total = sum(compute.values()) + sum(egress.values())
             found["cost"] = {"compute": compute, "egress": egress, "total": total}
         return found

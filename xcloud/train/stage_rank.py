@@ -40,7 +40,10 @@ class StageRank(Role[Experiment]):
         the run has come to its end; False if it was asked to stop."""
         trainer = training.trainer
         hooks = training.hooks
-        if self.job.scores_first and not trainer.num_updates:  # what training is to improve on
+        job = self.job
+        is_pretrained = getattr(job.model, "is_pretrained", False)
+        # Scored before the first step too, for comparison: what training is to improve on.
+        if is_pretrained and not job.roster.is_elastic and not trainer.num_updates:
             training.evaluator.evaluate("test", 0)
         for step in range(trainer.num_updates + 1, self.job.max_steps + 1):
             with self.clock.paused():

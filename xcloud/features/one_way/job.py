@@ -17,7 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import Positive, settings
@@ -71,6 +71,8 @@ class OneWayExperiment(Job):
     feed: Feed = field(default_factory=Feed)
     follow_up: Sequence[str] = ()
 
+    figures: ClassVar[Sequence[FeatureFigure]] = (PRODUCERS,)
+
     def __post_init__(self) -> None:
         for feature in fields(OfJob):
             if getattr(self, feature.name) is not None:
@@ -80,10 +82,6 @@ class OneWayExperiment(Job):
                 )
         fitted = self.feed.fitted(self.cluster, batches_per_step=self.training.batches_per_step)
         object.__setattr__(self, "feed", fitted)
-
-    @property
-    def figures(self) -> Sequence[FeatureFigure]:
-        return (PRODUCERS,)
 
     def statistics(self) -> OneWayStatistics:
         return OneWayStatistics(self.cluster)
