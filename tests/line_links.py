@@ -188,7 +188,7 @@ class _Relay(Relay):
     """A relay that can be ended within its process."""
 
     def __init__(self, bounds: Bounds | None) -> None:
-        super().__init__(bounds)
+        super().__init__(bounds or Bounds())
         self.writers = set[asyncio.StreamWriter]()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

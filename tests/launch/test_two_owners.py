@@ -11,6 +11,7 @@ import pytest
 from tests.toy import toy_config
 from xcloud.base.errors import ConfigError
 from xcloud.job import config as configs
+from xcloud.job.given import read_shared
 from xcloud.job.job import Launch
 from xcloud.launch import joined_rank
 from xcloud.launch.join import AGAIN, BEGIN_AGAIN, CloudRanks, Machine
@@ -27,7 +28,7 @@ from xcloud.record.events import EVENTS_FILE, StepTotals
 from xcloud.record.reporter import Reporter
 from xcloud.show import following
 from xcloud.show.display import ProgressLine
-from xcloud.show.following import monitor_of
+from xcloud.show.monitor import Monitor
 
 HERE = "/data/eu/hospital.b/train.es"
 
@@ -193,7 +194,7 @@ def follow(folder: Path, monkeypatch: pytest.MonkeyPatch, *events: dict[str, Any
             log.write(json.dumps({"cloud": cloud, "t": 1000.0 + number, **event}) + "\n")
     (folder / "rank0.wire.json").write_text("{}")  # rank 0 has ended
     monkeypatch.setattr(following, "RECORD_WITHIN_S", 0.1)
-    monitor = monitor_of(folder, file)
+    monitor = Monitor(read_shared(file, folder), folder)
     following._follow(monitor, following.os.getppid(), is_again=False, past=len(first))
     return ""
 

@@ -7,18 +7,17 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from xcloud.base.bounded import parsed_json
 from xcloud.base.errors import ConfigError, DataError, FrameError, LinkError, XcloudError
 from xcloud.base.terminal import say
 from xcloud.net.rendezvous import Ending
-from xcloud.record.files import error_file, failure_of, read_json, state_file
+from xcloud.record.files import error_file, failure_of, state_file
 
 START_EACH_CLOUD = (
     "each owner starts the ranks of their own cloud: python -m xcloud join FILE --cloud NAME "
@@ -63,7 +62,7 @@ def write_failure(run_dir: Path, rank: int, error: BaseException) -> int:
     expected = isinstance(error, XcloudError)
     message = (text if expected else f"{type(error).__name__}: {text}").strip()
     lines = traceback.format_exception(error)
-    failure: dict[str, object] = {
+    failure: dict[str, Any] = {
         "kind": type(error).__name__,
         "message": message,
         "peer_lost": peer_lost,
@@ -72,22 +71,18 @@ def write_failure(run_dir: Path, rank: int, error: BaseException) -> int:
     # An error of a corpus may quote it, and what nobody expected may say anything.
     failure["may_quote"] = isinstance(error, DataError) or not expected
     if first := failure_of(run_dir, rank):
-        return _exit_code(first)
-    # On a full disk the log is all that is left, or not even that: the exit code must not suffer.
-    with contextlib.suppress(OSError):
-        error_file(run_dir, rank).write_text(json.dumps(failure | {"traceback": lines}))
-    with contextlib.suppress(OSError):
-        shown = f"xcloud: rank {rank}: {message}\n" if expected else "".join(lines)
-        say(shown, error=True, end="")
-    return _exit_code(failure)
-
-
-def _exit_code(failure: Mapping[str, Any]) -> int:
+        failure = first
+    else:
+        # On a full disk the log is all that is left, or not even that: the exit code must not
+        # suffer.
+        with contextlib.suppress(OSError):
+            error_file(run_dir, rank).write_text(json.dumps(failure | {"traceback": lines}))
+        with contextlib.suppress(OSError):
+            shown = f"xcloud: rank {rank}: {message}\n" if expected else "".join(lines)
+            say(shown, error=True, end="")
     if failure["peer_lost"]:
         return EXIT_PEER_LOST
-    if failure["expected"]:
-        return EXIT_COMES_AGAIN
-    return EXIT_FAILED
+    return EXIT_COMES_AGAIN if failure["expected"] else EXIT_FAILED
 
 
 def failed(error: BaseException) -> str:
@@ -105,18 +100,6 @@ def leave_ending(rank: int, ending: Ending) -> None:
 def own_failures(codes: Mapping[int, int]) -> list[int]:
     """Return the ranks whose failure is not just the loss of another rank, by exit codes."""
     return [rank for rank, code in codes.items() if code != EXIT_PEER_LOST]
-
-
-def comes_again(codes: Mapping[int, int]) -> bool:
-    """Return whether a rank ended by an error that would come again in another attempt too."""
-    return EXIT_COMES_AGAIN in codes.values()
-
-
-def was_restarted_elsewhere(run_dir: Path) -> bool:
-    """Return whether ranks have failed here because another owner's cloud has restarted. That
-    cloud is there, and joins the ranks here once they restart too."""
-    failures = [read_json(path) for path in run_dir.glob("rank*.error.json")]
-    return any("has begun the run again" in str(failure.get("message")) for failure in failures)
 
 
 def first_cause(
@@ -168,52 +151,10 @@ def lost_clouds(run_dir: Path, clouds: Sequence[str], codes: Mapping[int, int]) 
     codes: exit codes of the ranks that have ended before their time.
     """
     lost = {clouds[rank] for rank in codes}
-    # At the end there is nothing left that a cloud could come back to.
-    if lost and _phase_of(run_dir, rank=0) == "evaluation":
-        return set()
+    with contextlib.suppress(OSError, ValueError, KeyError):  # rank 0 has not said what it does
+        phase = parsed_json(state_file(run_dir, rank=0).read_text())["phase"] if lost else ""
+        # At the end there is nothing left that a cloud could come back to.
+        if phase == "evaluation":
+            return set()
     own_errors = (EXIT_FAILED, EXIT_COMES_AGAIN)
     return lost - {clouds[rank] for rank, code in codes.items() if code in own_errors}
-
-
-class Ranks(Protocol):
-    """The ranks that may restart: processes.LocalRanks.
-
-    since_s: the time at which a cloud was first seen lost.
-    """
-
-    run_dir: Path
-    clouds: list[str]
-    processes: list[subprocess.Popen[bytes]]
-    since_s: dict[object, float]
-
-    def for_s(self, what: object) -> float: ...
-    def log(self, rank: int) -> Path: ...
-    def start_rank(self, rank: int) -> subprocess.Popen[bytes]: ...
-
-
-def start_lost_clouds(ranks: Ranks, after_s: float) -> None:
-    """Restart the clouds that lost a rank at least after_s seconds ago."""
-    # Ranks that end with 0 have finished.
-    ended = {rank: process.poll() for rank, process in enumerate(ranks.processes)}
-    codes = {rank: code for rank, code in ended.items() if code}
-    for cloud in lost_clouds(ranks.run_dir, clouds=ranks.clouds, codes=codes):
-        if ranks.for_s(cloud) < after_s:
-            continue
-        del ranks.since_s[cloud]
-        # All ranks of the cloud: they hold a state together, and it is gone.
-        own = [rank for rank, other in enumerate(ranks.clouds) if other == cloud]
-        for rank in own:
-            ranks.processes[rank].kill()
-        for rank in own:
-            ranks.processes[rank].wait()
-            error_file(ranks.run_dir, rank).unlink(missing_ok=True)
-            # The log of the lost attempt is kept, once.
-            ranks.log(rank).replace(ranks.log(rank).with_suffix(".before.log"))
-            ranks.processes[rank] = ranks.start_rank(rank)
-
-
-def _phase_of(run_dir: Path, rank: int) -> str:
-    try:
-        return str(parsed_json(state_file(run_dir, rank).read_text())["phase"])
-    except (OSError, ValueError, KeyError):
-        return ""

@@ -94,6 +94,9 @@ class CloudRanks(LocalRanks):
             first_rank=ranks[0],
             max_restarts=job.launch.max_restarts,
         )
+        self.speaker = ranks[0]
+        if machine.meet_at is not None:
+            self.interface = {}  # the one that faces the first machine, or what the shell has set
         self._layout = layout
         self._machine = machine
         self._listen = listen
@@ -106,6 +109,8 @@ class CloudRanks(LocalRanks):
         self._attempt = max(self._attempt + 1, int(time.time()))
         super().start()
         has_first = self._machine.number == 0  # which alone speaks for the cloud
+        # At once: the new rank imports torch before it could say so, and the other cloud would
+        # start 8 s after a kill instead of 0.5 s. In a mailbox ranks hear of it by themselves.
         if is_restart and has_first and not isinstance(self._layout.wan, Mailbox):
             threading.Thread(target=self._tell_other_clouds, daemon=True).start()
 
@@ -127,15 +132,6 @@ class CloudRanks(LocalRanks):
         if self._machine.meet_at is not None:
             own += ["--meet-at", self._machine.meet_at]
         return [*super().words_of(rank), *own, *self._more_words]
-
-    @property
-    def interface(self) -> dict[str, str]:
-        if self._machine.meet_at is None:
-            return super().interface
-        return {}  # the one that faces the first machine, or what the shell has set
-
-    def speaks(self, rank: int) -> bool:
-        return rank == self.ranks[0]
 
     def who_stopped(self, asked: int | None) -> str:
         own = self._layout.cloud_of(self.ranks[0])
@@ -229,6 +225,7 @@ def join(
         )
     assert isinstance(layout, ClusterLayout), "other layouts refuse cluster/wan=sealed"
     ranks = machine.ranks_of(layout, cloud)
+    # Said once and before anything is loaded, where each rank would fail by itself.
     check_peers(layout, cloud)
     if listen is not None and not layout.clouds[cloud].addresses:
         raise ConfigError(
@@ -246,6 +243,7 @@ def join(
     with owned(run_dir):
         check_unfinished(job, run_dir)
         say(_lines_in_words(layout, cloud, ranks))
+        # An ingress sees of a line only the name in its TLS hello, and must choose the rank by it.
         if listen is not None:
             say(labels_in_words(layout, cloud))
         if ranks[0] == 0:

@@ -92,6 +92,8 @@ class JoinedProcess(RankProcess):
         place = place_of(layout, rank=self.rank, attempt=self._attempt, listen=self._listen)
         keys = this_clouds_keys()
         lines: OwnersLines
+        # A line that has ended for good ends this rank, whatever it waits for: it may sit in torch
+        # waiting for a mate that dials a machine which is gone (for 121 s, until reconnect_s).
         if isinstance(layout.wan, Mailbox):
             lines = MailboxLines(
                 url=layout.wan.url, place=place, keys=keys, say=self._say, on_lost=detector.end
@@ -126,6 +128,7 @@ class JoinedProcess(RankProcess):
             name_of=lambda mate: rank_name(job, mates[mate]),
             say=self._say,
         )
+        # All machines take the attempt of the first, by which other clouds tell a restart.
         if place == 0:
             store.set(_ATTEMPT, str(self._attempt))
         self._attempt = int(store.get(_ATTEMPT))

@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,10 @@ from xcloud.job.config import EXPERIMENT_FILE, Settings, this_clouds_policy
 from xcloud.job.job import Job
 from xcloud.job.misfits import announce
 from xcloud.launch.failures import (
+    EXIT_COMES_AGAIN,
     START_EACH_CLOUD,
     check_gpu,
-    comes_again,
     own_failures,
-    was_restarted_elsewhere,
 )
 from xcloud.launch.processes import LocalRanks, RunStopped
 from xcloud.record.files import (
@@ -34,6 +34,7 @@ from xcloud.record.files import (
     forget_launcher,
     has_events,
     note_attempt,
+    read_json,
     replace_text,
 )
 from xcloud.record.summary import SUMMARY_FILE, drop_unfinished
@@ -242,9 +243,8 @@ def train(ranks: LocalRanks, next_attempt: Callable[[], None], follow: Callable[
         try:
             return ranks.wait(meanwhile=follow)
         except RunFailed as error:
-            # An error that a rank itself has named comes again.
             # A rank that has named an error of its own would name it again.
-            if comes_again(ranks.failed):
+            if EXIT_COMES_AGAIN in ranks.failed.values():
                 raise
             agreed = folder.agreed_steps()
             if agreed and agreed[0] > step:  # what was lost is made up for
@@ -254,8 +254,12 @@ def train(ranks: LocalRanks, next_attempt: Callable[[], None], follow: Callable[
             where = "here" if own_failures(ranks.failed) else "elsewhere"
             if num_restarts[where] == ranks.max_restarts:
                 raise
-            # Without a checkpoint all would be repeated, unless the other cloud does so anyway.
-            if not agreed and not was_restarted_elsewhere(ranks.run_dir):
+            # Without a checkpoint all would be repeated, unless another owner's cloud has
+            # restarted and does so anyway: it joins the ranks here once they restart, too.
+            failures = [read_json(path) for path in ranks.run_dir.glob("rank*.error.json")]
+            if not agreed and not any(
+                "has begun the run again" in str(one.get("message")) for one in failures
+            ):
                 raise
             num_restarts[where] += 1
             cause = "" if where == "here" else " for another cloud"
@@ -268,6 +272,7 @@ def train(ranks: LocalRanks, next_attempt: Callable[[], None], follow: Callable[
             next_attempt()
 
 
+@dataclass(eq=False)
 class StopSignals:
     """The signals to stop: while `handled` lasts, the first one calls on_first, any later one
     raises KeyboardInterrupt.
@@ -276,11 +281,10 @@ class StopSignals:
     came_late: True if the first signal came after that.
     """
 
-    def __init__(self, on_first: Callable[[], None]) -> None:
-        self._on_first = on_first
-        self._was_asked = False
-        self.writes_record = False
-        self.came_late = False
+    on_first: Callable[[], None]
+    writes_record: bool = False
+    came_late: bool = False
+    _was_asked: bool = False
 
     @contextmanager
     def handled(self) -> Iterator[None]:
@@ -305,4 +309,4 @@ class StopSignals:
         doing = "writing the record of the run" if self.came_late else "saving what there is"
         with contextlib.suppress(OSError):  # not print: it may be what was interrupted
             os.write(2, f"\n{doing}; once more, to end at once\n".encode())
-        self._on_first()
+        self.on_first()

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import singledispatch
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,7 @@ def _(job: OneWayExperiment, rank: int) -> type[Role[Any]]:
     return ProducerRank
 
 
+@dataclass(eq=False)
 class Process:
     """The process of a rank, beside the rank itself. Here the launcher of this machine watches it.
 
@@ -94,13 +96,12 @@ class Process:
         ranks resume. On one machine all of them belong to one user.
     """
 
+    asked: StopSignal
+    state: RankState | None = None
+
     roll_back = True
     crosses_owners = False
     """Whether clouds may have several owners."""
-
-    def __init__(self, asked: StopSignal, state: RankState | None = None) -> None:
-        self.asked = asked
-        self.state = state
 
     @contextmanager
     def taking_part(self, role: Role[Any], final_report: Callable[[], None]) -> Iterator[None]:
@@ -138,7 +139,7 @@ def run_rank(
             may_report=job.roster.may_report,
             clouds=tuple(layout.clouds),
             num_boundaries=layout.num_ranks,  # a stage has a rank or more
-            figures=job.figures,
+            figures=job.figures,  # which say what else other ranks report
         )
     # The role is there before anything is reported.
     reporter = Reporter(
@@ -146,6 +147,7 @@ def run_rank(
         cloud=layout.cloud_of(rank),
         sink=events.append if events else lambda lines: role.report(lines),
         state=process.state,
+        # Another owner's cloud is told no path of this machine.
         is_abroad=process.crosses_owners and layout.cloud_of(rank) != layout.cloud_of(0),
     )
     context = RankContext(

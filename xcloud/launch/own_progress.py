@@ -58,6 +58,7 @@ class OwnProgress:
             if self._clock() - self._said_at_s >= SAY_EVERY_S:
                 self._said_at_s = self._clock()
                 self._say_last()
+        # Every terminal ends with the last step that was made.
         elif event in ("phase", "stop", "finish"):
             self._say_last()
 
@@ -75,6 +76,7 @@ class OwnProgress:
         }
         if "loss" in fields:
             values["loss"] = fields["loss"]
+        # As the first cloud's terminal does, or two owners would see two losses for one step.
         smooth = self._smoothed.add(values)
         left_s = (self._max_steps - step) * smooth["step_s"]
         parts = [f"step {step}/{self._max_steps}", f"{human_duration(left_s)} left"]
@@ -85,6 +87,7 @@ class OwnProgress:
             parts.append(f"{name} {smooth['loss']:.3f}")
         parts.append(f"{smooth['step_s']:.3f} s/step")
         parts.append(f"{self._waits} {smooth['waits']:.3f} s")
+        # Nothing crosses in a step of replicas that train apart, which is no fault.
         if next_merge is not None:
             parts.append(f"next merge at step {next_merge}")
         elif smooth["step_s"]:

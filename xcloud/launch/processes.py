@@ -12,19 +12,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 from xcloud.base.errors import ConfigError, RunFailed
 from xcloud.base.project import module_paths, python_command
-from xcloud.launch.failures import EXIT_START_AGAIN, first_cause, own_failures, start_lost_clouds
+from xcloud.launch.failures import EXIT_START_AGAIN, first_cause, lost_clouds, own_failures
 from xcloud.net.addresses import INTERFACE_VARIABLE
 from xcloud.net.failure_detector import LAUNCHER, FailureDetector
 from xcloud.net.link_profile import DEFAULT_LIVENESS, Liveness
 from xcloud.net.transport import num_cores
-from xcloud.record.files import ready_file
+from xcloud.record.files import error_file, ready_file
 
 POLL_EVERY_S = 0.1
 END_WITHIN_S = 5.0
@@ -101,7 +102,14 @@ class LocalRanks:
     first_rank: number of the first rank that this launcher starts; other owners start the rest.
     max_restarts: number of times that all ranks may be restarted without a new checkpoint that all
         have agreed on. Failures of these ranks count apart from those of other owners' ranks.
+    speaker: the rank whose output this command shows, if any.
+    interface: the variable that says where gloo listens.
     """
+
+    speaker: int | None = None
+    # Ranks of one machine meet over its loop: a firewall or a name server has no say. Whatever the
+    # shell has set is for runs over several machines.
+    interface: Mapping[str, str] = {INTERFACE_VARIABLE: "lo" if sys.platform == "linux" else "lo0"}
 
     def __init__(
         self,
@@ -168,19 +176,8 @@ class LocalRanks:
             # The number among the ranks of this machine, by which a rank takes its GPU.
             "LOCAL_RANK": str(self.ranks.index(rank)),
         }
-        more = {"speaks": True} if self.speaks(rank) else {}
+        more = {"speaks": True} if rank == self.speaker else {}
         return start_process(command, environment, log=self.log(rank), **more)
-
-    @property
-    def interface(self) -> dict[str, str]:
-        """Return the variable that says where gloo listens: whatever the shell has set is for runs
-        over several machines."""
-        # Ranks of one machine meet over its loop: a firewall or a name server has no say.
-        return {INTERFACE_VARIABLE: "lo" if sys.platform == "linux" else "lo0"}
-
-    def speaks(self, rank: int) -> bool:
-        """Return whether this command shows what a rank prints."""
-        return False
 
     def ask_to_stop(self) -> None:
         """Have all ranks save the step under way and end; those that do not train yet just end."""
@@ -262,7 +259,7 @@ class LocalRanks:
         # Any essential rank that still runs.
         if None in needed:
             if have_joined and self._restart_s is not None and not self.is_asked_to_stop:
-                start_lost_clouds(self, after_s=self._restart_s)
+                self.start_lost_clouds(self._restart_s)
             return False
         # Ranks that may be lost get some time to end by themselves.
         if self.for_s("end") <= LATE_S and None in codes:
@@ -270,6 +267,26 @@ class LocalRanks:
         if any(code in _STOPPED_CODES for code in needed):
             raise RunStopped
         return True
+
+    def start_lost_clouds(self, after_s: float) -> None:
+        """Restart the clouds that lost a rank at least after_s seconds ago."""
+        # Ranks that end with 0 have finished.
+        ended = {rank: process.poll() for rank, process in enumerate(self.processes)}
+        codes = {rank: code for rank, code in ended.items() if code}
+        for cloud in lost_clouds(self.run_dir, clouds=self.clouds, codes=codes):
+            if self.for_s(cloud) < after_s:
+                continue
+            del self.since_s[cloud]
+            # All ranks of the cloud: they hold a state together, and it is gone.
+            own = [rank for rank, other in enumerate(self.clouds) if other == cloud]
+            for rank in own:
+                self.processes[rank].kill()
+            for rank in own:
+                self.processes[rank].wait()
+                error_file(self.run_dir, rank).unlink(missing_ok=True)
+                # The log of the lost attempt is kept, once.
+                self.log(rank).replace(self.log(rank).with_suffix(".before.log"))
+                self.processes[rank] = self.start_rank(rank)
 
     def for_s(self, what: object) -> float:
         """Return the seconds since this was asked first."""
@@ -290,8 +307,13 @@ class LocalRanks:
         """End ranks that have been suspended all along for lost_after_s. They would keep others
         waiting where no link looks for heartbeats: while they join, and in a collective."""
         for rank, process in zip(self.ranks, self.processes, strict=False):
+            is_stopped = False
+            with suppress(psutil.Error):
+                is_stopped = process.poll() is None and (
+                    psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
+                )
             # A rank that runs is alive, whatever it does: only one that is stopped is silent here.
-            if not _is_suspended(process):
+            if not is_stopped:
                 self._detector.peers[rank].mark_alive()
         for rank in {*self._detector.silent()}.intersection(watched):
             self._suspended.add(rank)
@@ -318,11 +340,3 @@ class LocalRanks:
         for name in ("rendezvous", "link-*.clock", "rank*.ready"):
             for path in self.run_dir.glob(name):
                 path.unlink(missing_ok=True)
-
-
-def _is_suspended(process: subprocess.Popen[bytes]) -> bool:
-    """Return whether a process is stopped by SIGSTOP."""
-    try:
-        return process.poll() is None and psutil.Process(process.pid).status() == "stopped"
-    except psutil.Error:
-        return False

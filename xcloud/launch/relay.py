@@ -73,14 +73,17 @@ class _RelayedCaller:
         self.writer.transport.abort()
 
 
+@dataclass(eq=False)
 class Relay:
     """A relay, until it is cancelled."""
 
-    def __init__(self, bounds: Bounds | None = None) -> None:
-        self._bounds = bounds or Bounds()
-        self._crowds = Counter[str]()
-        self._rooms: dict[tuple[bytes, bool], dict[_RelayedCaller, Side]] = {}  # the oldest first
-        self._say = OnceAMinute(lambda text: say(text, error=True))
+    bounds: Bounds = field(default_factory=Bounds)
+    _crowds: Counter[str] = field(default_factory=Counter)
+    # The oldest first.
+    _rooms: dict[tuple[bytes, bool], dict[_RelayedCaller, Side]] = field(default_factory=dict)
+    _say: OnceAMinute = field(
+        default_factory=lambda: OnceAMinute(lambda text: say(text, error=True))
+    )
 
     async def listen(self, host: str, port: int) -> asyncio.Server:
         return await asyncio.start_server(
@@ -104,16 +107,16 @@ class Relay:
             writer.close()
 
     def _is_full(self, crowd: str) -> bool:
-        if self._crowds[crowd] > self._bounds.per_address:
-            most = self._bounds.per_address
+        if self._crowds[crowd] > self.bounds.per_address:
+            most = self.bounds.per_address
             self._say(f"refused: {crowd} has {most} connections", reason="address")
             return True
-        if self._crowds.total() <= self._bounds.connections:
+        if self._crowds.total() <= self.bounds.connections:
             return False
         # The oldest of the largest crowd that waits makes room; who is served stays.
         waiting = [one for room in self._rooms.values() for one in room]
         if not waiting:
-            self._say(f"refused: there are {self._bounds.connections} connections")
+            self._say(f"refused: there are {self.bounds.connections} connections")
             return True
         oldest = max(waiting, key=lambda one: self._crowds[one.crowd])
         self._forget(oldest)
@@ -122,6 +125,7 @@ class Relay:
 
     async def _meet(self, caller: _RelayedCaller) -> None:
         """Find out for which room somebody came, and pass on what those in it say."""
+        # Nobody proves to a relay that they may use it: who says no room in time is closed.
         async with asyncio.timeout(RECORD_S):
             magic, number, room = RECORD.unpack(await caller.reader.readexactly(RECORD.size))
         if magic != MAGIC or number not in [*Side]:
@@ -130,9 +134,11 @@ class Relay:
         here = (room, side is Side.DIALS)
         others = self._rooms.get((room, side is not Side.DIALS), {})
         mates = self._rooms.get(here, {}).values()
+        # The room of an invitation takes one who waits: a stranger may not wait there, too.
         if mates and Side.ALONE in (side, *mates):
             caller.writer.write(REFUSED)
         elif others:
+            # A rank waits with several connections, as each of them serves one that dials.
             other = next(iter(others))
             self._forget(other)
             other.met.set_result(caller)
@@ -156,9 +162,10 @@ class Relay:
 
     async def _wait(self, caller: _RelayedCaller) -> None:
         """Wait for somebody to come to the other side, then serve both."""
-        until_s = time.monotonic() + self._bounds.wait_s
+        until_s = time.monotonic() + self.bounds.wait_s
         gone = asyncio.ensure_future(caller.reader.read(1))  # who waits has nothing to say
         while not caller.met.done() and not gone.done():
+            # Who hears nothing for a while takes the relay for gone.
             caller.writer.write(WAITING)
             pause_s = min(SAYS_EVERY_S, until_s - time.monotonic())
             if pause_s <= 0:
@@ -187,8 +194,8 @@ class Relay:
         """Pass bytes on in both directions. Return True once both sides have ended, False where
         one breaks or a bound is reached."""
         loop = asyncio.get_running_loop()
-        ends_at_s = loop.time() + self._bounds.pair_s
-        left_bytes = self._bounds.pair_bytes
+        ends_at_s = loop.time() + self.bounds.pair_s
+        left_bytes = self.bounds.pair_bytes
 
         async def carry(source: _RelayedCaller, to: _RelayedCaller) -> None:
             nonlocal left_bytes
@@ -196,7 +203,8 @@ class Relay:
                 left_bytes -= len(data)
                 if left_bytes < 0:
                     raise TimeoutError
-                limit.reschedule(min(ends_at_s, loop.time() + self._bounds.silence_s))
+                # Silence is counted from each piece on, the time of the pair from its beginning.
+                limit.reschedule(min(ends_at_s, loop.time() + self.bounds.silence_s))
                 to.writer.write(data)
                 await to.writer.drain()
             to.writer.write_eof()
@@ -205,7 +213,7 @@ class Relay:
         other.writer.write(MET)
         try:
             async with (
-                asyncio.timeout(min(self._bounds.pair_s, self._bounds.silence_s)) as limit,
+                asyncio.timeout(min(self.bounds.pair_s, self.bounds.silence_s)) as limit,
                 asyncio.TaskGroup() as both,
             ):
                 both.create_task(carry(one, other))

@@ -70,6 +70,7 @@ class TorchrunProcess(RankProcess):
         return settings
 
     def rendezvous(self, job: Job) -> Rendezvous:
+        # Where a cloud may be late, silence is no loss: who needs whom is the role's to say.
         needs = partial(is_needed, job, self.rank) if job.roster.is_elastic else bool
         self._detector = FailureDetector(
             rank=self.rank,
@@ -99,6 +100,7 @@ class TorchrunProcess(RankProcess):
         except BaseException:
             detector.over.set()
             raise
+        # Only a rank that has finished closes its link of heartbeats, so a broken one is a death.
         detector.leave()
 
     def play(self, settings: Settings, rendezvous: Rendezvous, verdict: Verdict) -> bool:
@@ -117,6 +119,7 @@ class TorchrunProcess(RankProcess):
             self._monitor = _start_monitor(self.run_dir, file=self.file)
         is_stopped = super().play(settings, rendezvous, verdict)
         if is_stopped:
+            # Its torchrun must not start it again, in any cloud.
             leave_ending(self.rank, ending=Ending.STOPPED)
             if self.rank:  # the monitor says it in the first cloud
                 own = job.cluster.cloud_of(self.rank)
@@ -145,7 +148,6 @@ class TorchrunProcess(RankProcess):
         if isinstance(error, ConfigError | DataError):
             leave_ending(self.rank, ending=Ending.REFUSED)
         code = super().fail(error)
-        self._await_table()
         self._say_how_to_go_on()
         return code
 
@@ -153,15 +155,8 @@ class TorchrunProcess(RankProcess):
         """End the process from another thread: the main one may wait in torch for a lost rank."""
         code = write_failure(self.run_dir, rank=self.rank, error=error)
         self.state.close(failed(error))
-        self._await_table()
         self._say_how_to_go_on()
         os._exit(code)
-
-    def _await_table(self) -> None:
-        """Let the monitor finish the table of a failed run, before the starting command ends."""
-        if self._monitor is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._monitor.wait(TABLE_WITHIN_S)
 
     def _say_what_left(self) -> None:
         """Print what left this cloud; the first cloud has it in its table."""
@@ -169,6 +164,11 @@ class TorchrunProcess(RankProcess):
             self._say(table)
 
     def _say_how_to_go_on(self) -> None:
+        """Print what left and what is saved, behind the table of the failed run, which the monitor
+        finishes before the starting command ends."""
+        if self._monitor is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._monitor.wait(TABLE_WITHIN_S)
         self._say_what_left()
         self._say_last_checkpoint()
 

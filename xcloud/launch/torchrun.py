@@ -176,6 +176,7 @@ def torchrun(words: Sequence[str]) -> int:
     if given.nproc_per_node.isdigit():
         os.environ["OMP_NUM_THREADS"] = num_threads(int(given.nproc_per_node))
     place = given.rdzv_endpoint or f"{given.master_addr}:{given.master_port or _DEFAULT_PORT}"
+    # "static" is torchrun's default: whoever has chosen another rendezvous keeps it.
     is_ours = given.rdzv_backend == "static" and not given.standalone
     if is_ours:
         _take_over_rendezvous(given, place)
@@ -239,6 +240,7 @@ def _tell(place: str, endings: dict[int, Ending], code: int) -> None:
         return  # the first machine has ended, too
     with contextlib.suppress(RuntimeError, XcloudError):
         store = store_at(host, port, serves=False, within_s=_TELL_WITHIN_S)
+        # Rank 0 may still wait for them, and would for hours.
         for rank, ending in endings.items():
             reported = Ending.STOPPED if code == EXIT_START_AGAIN else ending
             store.set(ended_key(rank), reported.value)
