@@ -158,10 +158,10 @@ class WeightFiles:
         some shards may be missing, and of its config, by name."""
         # Who wrote the checkpoint and with which version changes nothing of the network.
         config = {k: v for k, v in raw_config(self._name).items() if k not in _UNREAD_CONFIG}
-        found = {
-            "config.json": _sha256([json.dumps(config, sort_keys=True, default=str).encode()]),
-            "list of weights": _sha256([json.dumps(self._shards, sort_keys=True).encode()]),
-        }
+        found: dict[str, str] = {}
+        for name, read in {"config.json": config, "list of weights": self._shards}.items():
+            data = json.dumps(read, sort_keys=True, default=str).encode()
+            found[name] = hashlib.sha256(data).hexdigest()
         for name in sorted({*self._shards.values()}):
             # Shards of stages that other clouds hold are not here.
             if (path := self._here(name)) is not None:
@@ -393,13 +393,6 @@ def _fetch(name: str, load: Callable[..., T]) -> T:
 
 # What a config.json says of who wrote it and where, not of the network.
 _UNREAD_CONFIG = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype")
-
-
-def _sha256(pieces: Iterable[bytes]) -> str:
-    digest = hashlib.sha256()
-    for piece in pieces:
-        digest.update(piece)
-    return digest.hexdigest()
 
 
 def kept_digest(path: Path, cache_dir: Path) -> str:

@@ -19,7 +19,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from tests.corpora import given
 from tests.small_tokenizer import small_tokenizer
 from xcloud.base import bounded, placeholders
-from xcloud.base.bounded import BoundedLines
+from xcloud.base.bounded import bounded_lines
 from xcloud.base.errors import DataError
 from xcloud.models.backbone import PretrainedBackbone
 from xcloud.pretrained import (
@@ -172,7 +172,7 @@ def test_what_a_packed_file_holds_is_counted_and_what_a_plain_one_holds_is_not(
         path.write_bytes(b"0123456789")
         left = [*sizes]
         file: Any = SimpleNamespace(readline=lambda most: block[: left.pop(0)] if left else "")
-        return [len(line) for line in BoundedLines(file, path)]
+        return [len(line) for line in bounded_lines(file, path)]
 
     full = [8 << 20] * 8
     assert lengths("a.gz", *full, 2000) == [*full, 2000]
@@ -181,9 +181,9 @@ def test_what_a_packed_file_holds_is_counted_and_what_a_plain_one_holds_is_not(
     assert lengths("a.txt", *full, 2001) == [*full, 2001]
     longest: Any = SimpleNamespace(readline=lambda most: "a" * most)
     with pytest.raises(DataError, match="a line of more than 3 characters"):
-        next(BoundedLines(longest, tmp_path / "a.txt", max_line=3))
+        next(bounded_lines(longest, tmp_path / "a.txt", max_line=3))
     fits: Any = SimpleNamespace(readline=lambda most: "a" * (most - 1))
-    assert next(BoundedLines(fits, tmp_path / "a.txt", max_line=3)) == "aaa"
+    assert next(bounded_lines(fits, tmp_path / "a.txt", max_line=3)) == "aaa"
 
 
 def test_the_header_of_tensors_is_bounded(tmp_path: Path) -> None:

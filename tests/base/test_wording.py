@@ -104,7 +104,8 @@ def test_the_nearest_name_is_offered_and_what_other_programs_call_it() -> None:
 )  # fmt: skip
 def test_a_name_leads_into_no_folder_shell_or_command(name: str, spoken: bool, fits: bool) -> None:
     if fits:
-        return check_name("cloud", name, spoken=spoken)
+        assert check_name("cloud", name, spoken=spoken) == name
+        return
     with pytest.raises(ConfigError, match="cloud must") as error:
         check_name("cloud", name, spoken=spoken)
     assert ("'+' and spaces" in str(error.value)) is (spoken and len(name) < MAX_NAME_BYTES // 2)

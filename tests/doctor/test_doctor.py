@@ -606,8 +606,8 @@ def test_a_rank_needs_files_for_each_rank_of_every_other_cloud(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ranks = {"b": [1], "c": [2, 3]}
-    layout = SimpleNamespace(ranks_in=ranks.__getitem__)
-    case: Any = SimpleNamespace(has_mailbox=False, layout=layout, peers=("b", "c"))
+    layout = SimpleNamespace(wan="sealed", ranks_in=ranks.__getitem__)
+    case: Any = SimpleNamespace(layout=layout, peers=("b", "c"))
     needs = machine._OWN_FILES + 3 * machine._FILES_PER_PEER
     for limit, state in ((needs - 1, FindingState.RED), (needs, FindingState.OK)):
         monkeypatch.setattr(resource, "getrlimit", lambda which, limit=limit: (limit, limit))

@@ -18,7 +18,7 @@ from xcloud.job.audit_keys import audit_signer
 from xcloud.layout import Cloud, ClusterLayout
 from xcloud.line.keys import make_key
 from xcloud.net.frame import Kind, MessageKey
-from xcloud.security.audit import audit_file, set_aside, signature_file, write_rank_audit
+from xcloud.security.audit import SIGNATURE, audit_file, set_aside, write_rank_audit
 from xcloud.show.wire_audit import (
     MAX_BYTES,
     ComparedCount,
@@ -165,8 +165,8 @@ def test_a_signature_that_is_not_that_cloud_s_is_refused(
     way: str, tmp_path: Path, policy: Policy, compared: Say
 ) -> None:
     crossing(tmp_path, policy)
-    own = signature_file(audit_file(tmp_path / "b", 1))
-    other = signature_file(audit_file(tmp_path / "a", 0))
+    own = audit_file(tmp_path / "b", 1).with_suffix(SIGNATURE)
+    other = audit_file(tmp_path / "a", 0).with_suffix(SIGNATURE)
     if way == "stripped":
         own.unlink()
     elif way == "other key":
@@ -256,7 +256,7 @@ def test_the_cloud_of_a_rank_is_what_ones_own_record_says(
     crossing(tmp_path, policy)
     policy("cloud_a")
     file = audit_file(tmp_path / "b", rank=1)
-    signature_file(file).unlink()
+    file.with_suffix(SIGNATURE).unlink()
     assert compared()[0] == 1  # unsigned
 
     def rename(record: dict[str, Any]) -> None:

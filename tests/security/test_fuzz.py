@@ -46,7 +46,7 @@ from xcloud.comm.sparsify import TopK, _drawn
 from xcloud.comm.step_clock import StepClock
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.comm.transform import Transform
-from xcloud.doctor.talk import Facts, pack_facts, unpack_facts
+from xcloud.doctor.talk import Facts, unpack_facts
 from xcloud.features.autopilot.pilot import like
 from xcloud.features.one_way.feed import Order
 from xcloud.features.one_way.intake import Inbox
@@ -152,7 +152,9 @@ def greetings() -> Parser:
 
 def doctors_facts() -> Parser:
     facts = Facts("0.2.0", code="c0de", torch="2.11", python="3.11.4", file="f11e")
-    return Parser([pack_facts(facts)], lambda data: unpack_facts(data, "cloud_b"))
+    return Parser(
+        [json.dumps(facts._asdict()).encode()], lambda data: unpack_facts(data, "cloud_b")
+    )
 
 
 def pieces() -> Parser:

@@ -36,7 +36,7 @@ from xcloud.launch.failures import EXIT_COMES_AGAIN
 from xcloud.launch.several_machines import TorchrunProcess
 from xcloud.security import places
 from xcloud.security.policy import MAX_NUMBER, Policy, bound_of, constructors
-from xcloud.show.following import monitor_of
+from xcloud.show.monitor import Monitor
 
 ROOT = project.project_root()
 Reader = Callable[[Path], object]
@@ -56,7 +56,7 @@ READERS: dict[str, Reader] = {
     "approve": lambda file: approved(file),
     "policy --new": lambda file: strict_policy.strict_policy(file, "cloud_a"),
     "worker": lambda file: given.read_shared(file, file.parent),
-    "monitor": lambda file: monitor_of(file.parent, file),
+    "monitor": lambda file: Monitor(given.read_shared(file, file.parent), file.parent),
 }
 SHARING = {name: READERS[name] for name in ("worker", "monitor")}
 

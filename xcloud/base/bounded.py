@@ -4,6 +4,7 @@ known to be bounded, and whatever cannot be parsed is a ValueError."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -70,36 +71,25 @@ def check_size(path: Path, max_bytes: int) -> None:
         raise DataError(f"{path} has {size:,} bytes; at most {max_bytes:,} are read")
 
 
-class BoundedLines:
-    """The lines of an open text file, none longer than `max_line`. path: the path of the file,
-    which is unpacked if its name ends in .gz."""
+def bounded_lines(file: IO[str], path: Path, max_line: int = MAX_LINE) -> Iterator[str]:
+    """Yield the lines of an open text file. Raises DataError for one longer than `max_line`.
 
-    def __init__(self, file: IO[str], path: Path, max_line: int = MAX_LINE) -> None:
-        self._file = file
-        self._path = path
-        self._max_line = max_line
-        packed = path.suffix == ".gz"
-        # 64 MB are free: a short text of one letter packs to a thousandth.
-        self._left = (64 << 20) + MAX_UNPACKED * path.stat().st_size if packed else None
-
-    def __iter__(self) -> BoundedLines:
-        return self
-
-    def __next__(self) -> str:
-        # One more than is allowed, to tell a line that is too long from one that just fits.
-        line = self._file.readline(self._max_line + 1)
-        if not line:
-            raise StopIteration
-        if len(line) > self._max_line:
+    path: the path of the file, which is unpacked if its name ends in .gz.
+    """
+    is_packed = path.suffix == ".gz"
+    # 64 MB are free: a short text of one letter packs to a thousandth.
+    left = (64 << 20) + MAX_UNPACKED * path.stat().st_size if is_packed else 0
+    # One more than is allowed, to tell a line that is too long from one that just fits.
+    while line := file.readline(max_line + 1):
+        if len(line) > max_line:
             raise DataError(
-                f"{self._path} has a line of more than {self._max_line:,} characters; is it text, "
-                "with an end after each sample?"
+                f"{path} has a line of more than {max_line:,} characters; is it text, with an end "
+                "after each sample?"
             )
-        if self._left is not None:
-            self._left -= len(line)
-            if self._left < 0:
-                raise DataError(
-                    f"{self._path} unpacks to more than {MAX_UNPACKED} times its size; if that "
-                    "is meant, unpack it and give the file"
-                )
-        return line
+        left -= len(line)
+        if is_packed and left < 0:
+            raise DataError(
+                f"{path} unpacks to more than {MAX_UNPACKED} times its size; if that is meant, "
+                "unpack it and give the file"
+            )
+        yield line

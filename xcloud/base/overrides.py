@@ -27,7 +27,7 @@ def as_override(key: str, text: object) -> str:
     """Return the word that sets a key to this text, quoted only where it must be."""
     bare = f"{key}={text}"
     # Tried rather than looked up in a list: Hydra's grammar decides what needs quotes.
-    found = _read(bare)
+    found = read(with_home(bare))
     if found is not None and found.value() == text:
         return bare
     return f"{key}={literal(str(text))}"
@@ -37,7 +37,7 @@ def readable(word: str) -> str:
     """Return a word that was put together with a path in it, with its value quoted where it could
     not be read otherwise."""
     key, is_set, value = word.partition("=")
-    found = _read(word)
+    found = read(with_home(word))
     # A path may have commas, which Hydra would take for several values.
     if not is_set or (found is not None and not found.is_sweep_override()):
         return word
@@ -130,11 +130,11 @@ def _trouble(word: str, is_sweep: bool) -> str:
     key, is_set, value = word.partition("=")
     if not is_set and not word.startswith("~"):
         return f"{word}: expected key=value"
-    found = _read(word)
+    found = read(with_home(word))
     several = ""
     if found is None:
         # The key alone, with a value that can be read: if that fails the value is not at fault.
-        if _read(f"{key}=0") is None:
+        if read(with_home(f"{key}=0")) is None:
             return f"{word}: {key!r} is no name of a setting; expected key=value"
         wrong = _first_wrong(key, value)
     elif found.is_sweep_override() and not is_sweep:
@@ -159,10 +159,6 @@ def _trouble(word: str, is_sweep: bool) -> str:
     return f"{word}: {said} {typed}{several}"
 
 
-def _read(word: str) -> Override | None:
-    return read(with_home(word))
-
-
 @cache
 def read(word: str) -> Override | None:
     """Return what a word says; None if it cannot be read. Reading one takes a millisecond."""
@@ -183,6 +179,6 @@ def _first_wrong(key: str, value: str) -> str:
     if found := _NEVER_BARE.search(value):
         return found[0]
     for end in range(1, len(value) + 1):
-        if _read(f"{key}={value[:end]}") is None:
+        if read(with_home(f"{key}={value[:end]}")) is None:
             return value[end - 1]
     return value[-1:]

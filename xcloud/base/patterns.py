@@ -25,12 +25,6 @@ _ONE = (codes.LITERAL, codes.NOT_LITERAL, codes.ANY, codes.IN)
 _REPEATS = (codes.MAX_REPEAT, codes.MIN_REPEAT, codes.POSSESSIVE_REPEAT)
 
 
-def check_count(where: str, count: int) -> None:
-    """Raise ConfigError for more patterns than a setting may have."""
-    if count > MAX_PATTERNS:
-        raise ConfigError(f"{where} has {count} patterns; at most {MAX_PATTERNS} are taken")
-
-
 def check_pattern(where: str, pattern: str) -> None:
     """Raise ConfigError for what is no regular expression, or one that may take long.
 

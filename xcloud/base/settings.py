@@ -122,8 +122,7 @@ def settings(
             # Rules that hold for all settings alike, which no annotation has to repeat.
             for field in dataclasses.fields(self):
                 value = getattr(self, field.name)
-                _check_width(value, path, name=field.name)
-                _check_time(value, path, name=field.name)
+                _check_size(value, path, name=field.name)
 
         made.__init__ = init
         if dropped:
@@ -136,22 +135,16 @@ def settings(
     return make
 
 
-def _check_width(value: object, path: str, name: str) -> None:
-    """Raise ConfigError for a whole number that no tensor, message or generator can hold."""
-    numbers = value if isinstance(value, list | tuple) else [value]
-    for number in numbers:
+def _check_size(value: object, path: str, name: str) -> None:
+    """Raise ConfigError for a whole number that no tensor, message or generator can hold, and for
+    seconds that no clock can wait for. A rate and a moment may be as large as they like."""
+    key = f"{path}.{name}" if path else name
+    for number in value if isinstance(value, list | tuple) else [value]:
         if isinstance(number, int) and abs(number) > MAX_WHOLE:
-            key = f"{path}.{name}" if path else name
             raise ConfigError(f"{key} is {number}; a whole number has at most 63 bits")
-
-
-def _check_time(value: object, path: str, name: str) -> None:
-    """Raise ConfigError for seconds that no clock can wait for. A rate and a moment may be as
-    large as they like."""
     # Rates (_per_s) and moments (_at_s) end in _s, too.
     is_time = name.endswith("_s") and not name.endswith(("_per_s", "_at_s"))
     if is_time and isinstance(value, float | int) and value > MAX_SECONDS:
-        key = f"{path}.{name}" if path else name
         raise ConfigError(f"{key} is {value:g}; a time has at most {MAX_SECONDS:g} seconds")
 
 

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, TextIO, cast
 
 # A newline and a tab are the only control characters that belong into a text.
@@ -38,13 +39,13 @@ def say(text: object, error: bool = False, end: str = "\n") -> None:
     print(printable(text) + end, end="", file=stream, flush=True)
 
 
+@dataclass
 class OnceAMinute:
     """Says a text, unless it has said one for the same reason less than a minute ago."""
 
-    def __init__(self, say: Callable[[str], object]) -> None:
-        self._say = say
-        self._said_at_s: dict[str, float] = {}  # by reason
-        self._lock = threading.Lock()
+    say: Callable[[str], object]
+    _said_at_s: dict[str, float] = field(default_factory=dict)  # by reason
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __call__(self, text: str, reason: str | None = None) -> None:
         """reason: the text itself by default."""
@@ -59,7 +60,7 @@ class OnceAMinute:
                 self._said_at_s.clear()
             self._said_at_s[reason] = now_s
         # Outside the lock: a terminal that does not read would hold up every other thread.
-        self._say(text)
+        self.say(text)
 
 
 def is_terminal(stream: TextIO | None) -> bool:

@@ -80,17 +80,13 @@ def worded(error: ValidationError, cls: type, path: str) -> Exception:
     advice = next((m.advice for m in _members(annotation) if hasattr(m, "advice")), "")
     # A word or a mapping in place of an object: somebody wrote the name of an option without its
     # group.
-    if first["type"] in _NO_INSTANCE and isinstance(first["input"], Mapping | str):
-        words += f"; {advice or _how_to_choose(key, first['input'])}"
+    given = first["input"]
+    if first["type"] in _NO_INSTANCE and isinstance(given, Mapping | str):
+        group = key.replace(".", "/")
+        is_option = isinstance(given, str) and (conf_dir() / group / f"{given}.yaml").is_file()
+        how = f"choose it as {group}={given}" if is_option else "in YAML give it a _target_"
+        words += f"; {advice or how}"
     return ConfigError(words)
-
-
-def _how_to_choose(key: str, given: object) -> str:
-    """Say how a setting is chosen that a plain word does not name."""
-    group = key.replace(".", "/")
-    if isinstance(given, str) and (conf_dir() / group / f"{given}.yaml").is_file():
-        return f"choose it as {group}={given}"
-    return "in YAML give it a _target_"
 
 
 def _inside(annotation: Any, part: int | str) -> Any | None:
@@ -139,8 +135,11 @@ def _one(annotation: Any) -> str:
         return "null"
     if origin is Literal or annotation is bool:
         return f"one of {', '.join(map(str, get_args(annotation) or (True, False)))}"
+    if annotation is int and limits.get("ge") is None:
+        return "a whole number"
     if annotation is int:
-        return _whole(limits.get("ge"), maximum=limits.get("le"))
+        most = limits.get("le")
+        return f"a whole number >= {limits['ge']}" if most is None else f"{limits['ge']}..{most}"
     if annotation is float:
         return _number(limits.get("gt"), minimum=limits.get("ge"), maximum=limits.get("le"))
     if isinstance(origin, type) and issubclass(origin, Mapping):
@@ -162,14 +161,6 @@ def _length(minimum: int | None, maximum: int | None) -> str:
     if maximum:
         return f" of {minimum or 0}..{maximum},"
     return f" of {minimum}+,"
-
-
-def _whole(minimum: int | None, maximum: int | None) -> str:
-    if minimum is None:
-        return "a whole number"
-    if maximum is None:
-        return f"a whole number >= {minimum}"
-    return f"{minimum}..{maximum}"
 
 
 def _number(above: float | None, minimum: float | None, maximum: float | None) -> str:
@@ -230,8 +221,9 @@ def unknown_key(path: str, name: str, known: Sequence[str], elsewhere: str = "")
     return f"unknown setting {where!r}{said}"
 
 
-def check_name(what: str, name: object, spoken: bool = False) -> None:
-    """Refuse a name that could lead out of a folder, into a shell or into another command.
+def check_name(what: str, name: object, spoken: bool = False) -> str:
+    """Return a name. Refuse one that could lead out of a folder, into a shell or into another
+    command.
 
     Clouds and sweeps become parts of file names, tags and commands that are shown.
     spoken: letters of any language and spaces may be in it. Raises ConfigError.
@@ -253,6 +245,7 @@ def check_name(what: str, name: object, spoken: bool = False) -> None:
             f"{what} must have at most {MAX_NAME_BYTES} bytes, for it becomes part of file names; "
             f"got {num_bytes}: {quoted(name)}"
         )
+    return str(name)
 
 
 def check_label(what: str, text: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field
 
 from xcloud.base.errors import ConfigError
-from xcloud.base.patterns import check_count, check_pattern
+from xcloud.base.patterns import MAX_PATTERNS, check_pattern
 from xcloud.base.settings import NotNegative, settings
 from xcloud.comm.channel import Codec, Codecs
 from xcloud.comm.compression import Compression, CompressionPlan
@@ -43,7 +43,11 @@ class PerTensor(TensorChoice):
     names: Mapping[str, Compressor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_count("compression.averaging.names", len(self.names))
+        if len(self.names) > MAX_PATTERNS:
+            raise ConfigError(
+                f"compression.averaging.names has {len(self.names)} patterns; at most "
+                f"{MAX_PATTERNS} are taken"
+            )
         for pattern in self.names:
             check_pattern("compression.averaging.names", pattern)
 

@@ -13,7 +13,6 @@ from xcloud.job.job import Job
 from xcloud.launch.join import ALONE, Machine
 from xcloud.layout import ClusterLayout, host_and_port
 from xcloud.line.keys import LineKeys
-from xcloud.line.mailbox import Mailbox
 from xcloud.line.relayed import Meeting, rooms_of
 from xcloud.security.policy import Policy
 
@@ -49,10 +48,6 @@ class Case:
         # sealed and mailbox are refused in every other layout.
         assert isinstance(layout, ClusterLayout), "other layouts refuse several owners"
         return layout
-
-    @property
-    def has_mailbox(self) -> bool:
-        return isinstance(self.layout.wan, Mailbox)
 
     @property
     def num_ranks(self) -> int:

@@ -22,6 +22,7 @@ from xcloud.job.given import read_to_approve
 from xcloud.launch.join import ALONE, Machine
 from xcloud.layout import ClusterLayout, host_and_port
 from xcloud.line.keys import read_line_keys
+from xcloud.line.mailbox import Mailbox
 from xcloud.show.tables import Column, console_of, print_table
 
 
@@ -118,7 +119,7 @@ def examine(case: Case, wait_s: float, listen: tuple[str, int] | None = None) ->
     findings = [check_file(case), check_name(case), own, *certificates.values()]
     findings += [check(case) for check in this_machine.CHECKS]
     # A mailbox has no lines: each cloud reaches it by itself.
-    if case.has_mailbox:
+    if isinstance(case.layout.wan, Mailbox):
         return [*findings, check_mailbox(case)]
     # A certificate that is not valid would end the talk to all.
     usable = {

@@ -73,11 +73,8 @@ class LineTrial:
         self._wanted = Hello(stream, run=_RUN, attempt=1, connection=0, of=1)
         self._until_s = time.monotonic() + within_s
         # A daemon: a doctor that is interrupted does not wait for it.
-        self._thread = threading.Thread(target=self._run, name=f"doctor {peer}", daemon=True)
-        self._thread.start()
-
-    def join(self) -> None:
-        self._thread.join()
+        self.thread = threading.Thread(target=self._run, name=f"doctor {peer}", daemon=True)
+        self.thread.start()
 
     def _run(self) -> None:
         while True:
@@ -106,7 +103,10 @@ class LineTrial:
         made = self._way.connect(self._wanted, is_bulk=True, timeout_s=PAUSE_S, wake=ignore)
         with made.tls as tls:
             # Asked while the connection is open.
-            self.congestion_control = _congestion_control(tls)
+            if hasattr(socket, "TCP_CONGESTION"):
+                with suppress(OSError):
+                    named = tls.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+                    self.congestion_control = named.rstrip(b"\0").decode(errors="replace")
             measure = lead if self.dials else follow
             self.measured = measure(tls, self.peer, self._facts)
 
@@ -168,7 +168,7 @@ def check_lines(
             names = " and ".join(dict.fromkeys(trial.peer for trial in trials))
             say(f"trying the line to {names}, for up to {human_duration(wait_s)} …", error=True)
         for trial in trials:
-            trial.join()
+            trial.thread.join()
             findings += _of_trial(case, trial=trial, refused=refused)
     finally:
         # Closed even if a trial failed: the run listens at the same port.
@@ -390,13 +390,4 @@ def _max_send_buffer() -> int | None:
     with suppress(OSError, ValueError):
         # The third number is the most that the kernel takes by itself.
         return int(_WMEM.read_text().split()[2])
-    return None
-
-
-def _congestion_control(connection: socket.socket) -> str | None:
-    if not hasattr(socket, "TCP_CONGESTION"):
-        return None
-    with suppress(OSError):
-        value = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
-        return value.rstrip(b"\0").decode(errors="replace")
     return None

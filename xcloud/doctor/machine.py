@@ -20,6 +20,7 @@ from xcloud.doctor.finding import Finding, ok, red, warn
 from xcloud.launch.processes import num_threads
 from xcloud.layout import num_ranks_in_words
 from xcloud.line.hello import MAX_CONNECTIONS
+from xcloud.line.mailbox import Mailbox
 from xcloud.net.transport import num_cores
 from xcloud.security.places import is_place, leads_of
 
@@ -83,8 +84,11 @@ def check_load(case: Case) -> Finding:
 
 def check_memory(case: Case) -> Finding:
     """Look at the free memory. What the stages need is known only after a trial run."""
-    # psutil sees the machine's memory, and a container may have less.
-    free = min(psutil.virtual_memory().available, _container_limit())
+    free = psutil.virtual_memory().available
+    # psutil sees the machine's memory, and a container may have less. "max" is no number: there is
+    # no limit.
+    with suppress(OSError, ValueError):
+        free = min(free, int(_CGROUP_LIMIT.read_text()))
     needs = case.num_ranks * _PROGRAM_BYTES
     fact = (
         f"{human_bytes(free)} free; about {human_bytes(needs)} for "
@@ -118,7 +122,7 @@ def check_disk(case: Case) -> Finding:
 def check_descriptors(case: Case) -> Finding:
     """Look whether a rank may open as many files as its lines to other clouds can need."""
     num_peers = 0
-    if not case.has_mailbox:  # which needs none beside those of a rank's own
+    if not isinstance(case.layout.wan, Mailbox):  # which needs none beside those of a rank's own
         num_peers = sum(len(case.layout.ranks_in(peer)) for peer in case.peers)
     # The most that could ever be open at once: a limit that is reached in the middle ends a run.
     needs = _OWN_FILES + _FILES_PER_PEER * num_peers
@@ -182,14 +186,6 @@ def check_threads(case: Case) -> Finding:
             advice="unset OMP_NUM_THREADS, and ranks share the cores",
         )
     return ok(name, fact=fact)
-
-
-def _container_limit() -> int:
-    """Return how many bytes the container may use, of which psutil knows nothing."""
-    with suppress(OSError, ValueError):  # there is none, or it says "max"
-        # "max" is no number: there is no limit.
-        return int(_CGROUP_LIMIT.read_text())
-    return sys.maxsize
 
 
 CHECKS = (

@@ -16,6 +16,7 @@ import os
 import socket
 import struct
 import time
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -93,7 +94,7 @@ def lead(tls: socket.socket, peer: str, facts: Facts) -> LineFigures:
     """
     talk = _Talk(tls=tls, peer=peer)
     # Who has dialled speaks first, as it leads.
-    talk.send(DoctorMessage.FACTS, pack_facts(facts))
+    talk.send(DoctorMessage.FACTS, json.dumps(facts._asdict()).encode())
     theirs = unpack_facts(talk.receive(DoctorMessage.FACTS), peer=peer)
     round_trip_s, clock_ahead_s = _ping(talk)
     # Up first, then down: together they would share the processors of small machines.
@@ -110,7 +111,7 @@ def follow(tls: socket.socket, peer: str, facts: Facts) -> LineFigures:
     """Measure the line, as the cloud that was dialled. Raises as `lead`."""
     talk = _Talk(tls=tls, peer=peer)
     theirs = unpack_facts(talk.receive(DoctorMessage.FACTS), peer=peer)
-    talk.send(DoctorMessage.FACTS, pack_facts(facts))
+    talk.send(DoctorMessage.FACTS, json.dumps(facts._asdict()).encode())
     for _ in range(_NUM_PINGS):
         talk.receive(DoctorMessage.PING)
         talk.send(DoctorMessage.PONG, _NUMBER.pack(time.time()))
@@ -124,20 +125,20 @@ def follow(tls: socket.socket, peer: str, facts: Facts) -> LineFigures:
     return LineFigures(theirs, max(round_trip_s, _SHORTEST_S), -clock_behind_s, sent, received)
 
 
+@dataclass
 class _Talk:
     """The messages on one connection, which one thread alone uses.
 
     peer: name of the rank at the other end, for error messages.
     """
 
-    def __init__(self, tls: socket.socket, peer: str) -> None:
-        self._tls = tls
-        self._peer = peer
+    tls: socket.socket
+    peer: str
 
     def send(self, kind: DoctorMessage, content: bytes = b"") -> None:
         # For each message: a peer that stops reading must not hold this side for ever.
-        self._tls.settimeout(ANSWER_S)
-        self._tls.sendall(HEAD.pack(kind, len(content)) + content)
+        self.tls.settimeout(ANSWER_S)
+        self.tls.sendall(HEAD.pack(kind, len(content)) + content)
 
     def receive(self, kind: DoctorMessage) -> bytes:
         """Return the content of the next message, which must be of this kind."""
@@ -152,7 +153,7 @@ class _Talk:
         if kind is None or num_bytes > _MAX_BYTES.get(kind, 0):
             wanted = " or ".join(one.name for one in allowed)
             raise FrameError(
-                f"the doctor of {self._peer} sent {num_bytes} bytes of kind {number}, not {wanted}"
+                f"the doctor of {self.peer} sent {num_bytes} bytes of kind {number}, not {wanted}"
             )
         return kind, self._read(num_bytes, until_s=until_s)
 
@@ -162,20 +163,18 @@ class _Talk:
     def receive_rate(self) -> float:
         rate = self.receive_number(DoctorMessage.RATE)
         if rate <= 0:
-            raise FrameError(f"the doctor of {self._peer} says that nothing came")
+            raise FrameError(f"the doctor of {self.peer} says that nothing came")
         return rate
 
     def receive_numbers(self, kind: DoctorMessage, form: struct.Struct) -> tuple[float, ...]:
         """Return the numbers of the next message. Raises FrameError unless all are finite."""
         content = self.receive(kind)
         if len(content) != form.size:
-            raise FrameError(
-                f"the doctor of {self._peer} sent {kind.name} of {len(content)} bytes"
-            )
+            raise FrameError(f"the doctor of {self.peer} sent {kind.name} of {len(content)} bytes")
         numbers: tuple[float, ...] = form.unpack(content)
         # NaN would pass every comparison.
         if not all(map(math.isfinite, numbers)):
-            raise FrameError(f"the doctor of {self._peer} sent {kind.name} {numbers}")
+            raise FrameError(f"the doctor of {self.peer} sent {kind.name} {numbers}")
         return numbers
 
     def _read(self, num_bytes: int, until_s: float) -> bytes:
@@ -186,8 +185,8 @@ class _Talk:
             left_s = until_s - time.monotonic()
             if left_s <= 0:
                 raise TimeoutError
-            self._tls.settimeout(left_s)
-            count = self._tls.recv_into(data[at:])
+            self.tls.settimeout(left_s)
+            count = self.tls.recv_into(data[at:])
             if not count:
                 # An orderly end in the middle of a message.
                 raise ConnectionResetError
@@ -240,12 +239,8 @@ def _receive_bulk(talk: _Talk) -> float:
     return (len(counted) - 1) * len(_CHUNK) / (counted[-1] - counted[0])
 
 
-def pack_facts(facts: Facts) -> bytes:
-    return json.dumps(facts._asdict()).encode()
-
-
 def unpack_facts(content: bytes, peer: str) -> Facts:
-    """Return the facts of a peer. Raises FrameError for anything but what pack_facts makes."""
+    """Return the facts of a peer. Raises FrameError for anything but Facts in JSON."""
     try:
         found = parsed_json(content)
     except ValueError:

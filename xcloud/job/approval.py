@@ -72,7 +72,10 @@ def main(words: Sequence[str]) -> int:
         say(f"\nto compare by phone with the other owners:\n{number}\nif it differs, compare:")
         for certificate in certificates:
             say(f"certificate of {describe(certificate)}")
-    say(f"SHA-256 of {given.experiment.name}\n{in_groups(asked.digest)}\n")
+    # Four lines of four groups of hexadecimal digits, to be read out aloud.
+    groups = [asked.digest[n : n + 4] for n in range(0, 64, 4)]
+    digest = "\n".join("  " + " ".join(groups[n : n + 4]) for n in range(0, 16, 4))
+    say(f"SHA-256 of {given.experiment.name}\n{digest}\n")
     # An earlier approval holds for the same bytes.
     if asked.digest in (policy.approved or ()):
         say(f"approved in {where}")
@@ -106,12 +109,6 @@ def number_of(digest: str, certificates: Iterable[Certificate]) -> str:
     # Groups of five digits, four of them a line.
     groups = [digits[n : n + 5] for n in range(0, 60, 5)]
     return "\n".join("  " + " ".join(groups[n : n + 4]) for n in range(0, 12, 4))
-
-
-def in_groups(digest: str) -> str:
-    """Return 64 hexadecimal digits as four lines of four groups, to be read out aloud."""
-    groups = [digest[n : n + 4] for n in range(0, len(digest), 4)]
-    return "\n".join("  " + " ".join(groups[n : n + 4]) for n in range(0, len(groups), 4))
 
 
 def _described(settings: Settings) -> Iterator[str]:

@@ -24,14 +24,11 @@ def audit_signer(cloud: str) -> Sign | None:
     if certificate.public_key.public_numbers() != key.public_key().public_numbers():
         raise ConfigError(f"{key_file.with_suffix('.pem')} is not the certificate of {key_file}")
 
-    def signature_of(data: bytes) -> dict[str, str]:
-        return {
-            "cloud": cloud,
-            "certificate": certificate.fingerprint,
-            "signature": sign(data, key).hex(),
-        }
-
-    return signature_of
+    return lambda data: {
+        "cloud": cloud,
+        "certificate": certificate.fingerprint,
+        "signature": sign(data, key).hex(),
+    }
 
 
 def known_certificates() -> dict[str, list[Certificate]]:

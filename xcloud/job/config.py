@@ -131,9 +131,7 @@ def fill_in(settings: Any, by_position: bool = False) -> Any:
     return filled
 
 
-@cache
-def _named(target: str) -> Any:
-    return resolve_name(target)
+_named: Callable[[str], Any] = cache(resolve_name)
 
 
 def build(node: Any, path: str = "") -> Any:
@@ -184,8 +182,14 @@ def looked_up(config: Mapping[str, Any] | DictConfig) -> dict[str, Any]:
         given = {str(key): value for key, value in config.items() if key != "hydra"}
         settings = copy.deepcopy(given)  # names in it are replaced
     else:
+        settings = {}
         try:
-            settings = {str(key): _setting(config, str(key)) for key in config if key != "hydra"}
+            for key in map(str, config):
+                if key != "hydra":
+                    value = "???" if OmegaConf.is_missing(config, key) else config[key]
+                    if OmegaConf.is_config(value):
+                        value = OmegaConf.to_container(value, resolve=True)
+                    settings[key] = value
         except InterpolationKeyError as error:
             # To name the nearest keys the references stay as they were written.
             raw = OmegaConf.to_container(config)
@@ -232,13 +236,6 @@ def check_values(settings: Mapping[str, Any]) -> None:
             there = sorted(path.stem for path in (project_root() / "conf" / "exp").glob("*.yaml"))
             text += f", or choose an experiment: +exp= one of {', '.join(there)}"
         raise ConfigError(text)
-
-
-def _setting(config: DictConfig, key: str) -> Any:
-    if OmegaConf.is_missing(config, key):
-        return "???"
-    value = config[key]
-    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
 def check_keys(settings: Any, path: str = "") -> None:

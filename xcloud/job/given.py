@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from itertools import product, takewhile
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple
 
 from hydra import compose, initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -410,19 +410,6 @@ def in_one_line(error: Exception) -> str:
     return f"there is no {wrong}{near} There are: {', '.join(options)}"
 
 
-class FollowedJob(Protocol):
-    """A job that another experiment may follow, on what its model leaves in the run folder."""
-
-    @property
-    def seed(self) -> int: ...
-    @property
-    def cache_dir(self) -> str: ...
-    @property
-    def model(self) -> OneWayModel: ...
-    @property
-    def follow_up(self) -> Sequence[str]: ...
-
-
 def compose_follow_up(
     settings: Settings, conf_dir: Path, run_dir: Path, own: bool = True
 ) -> Settings | None:
@@ -439,20 +426,23 @@ def compose_follow_up(
         return None
     # An experiment that was composed here is the user's own, what a file asks to follow is not.
     policy = None if own else this_clouds_policy()
-    experiment = cast(FollowedJob, settings.job)  # no other has a follow_up
+    # A one-way job: no other has a follow_up.
+    experiment: Any = settings.job
+    model: OneWayModel = experiment.model
+    follow_up: Sequence[str] = experiment.follow_up
     try:
-        leaves = experiment.model.leaves(run_dir)
+        leaves = model.leaves(run_dir)
         # What the first run leaves goes in front, so that follow_up may overrule it.
         first = {"seed": experiment.seed, "cache_dir": experiment.cache_dir, **leaves}
         given = [as_override(f"++{key}", text=value) for key, value in first.items()]
         with _composing(conf_dir):  # what follow_up names itself comes later, and counts
-            if wrong := unreadable(experiment.follow_up):
+            if wrong := unreadable(follow_up):
                 raise ConfigError(wrong[0])
-            named = parsed(experiment.follow_up)
+            named = parsed(follow_up)
             if policy is not None:
                 # Before anything is composed, as composing reads files that words name.
                 _check_words(named, is_group=groups_of(conf_dir))
-            words = for_hydra([*given, *experiment.follow_up], is_group=groups_of(conf_dir))
+            words = for_hydra([*given, *follow_up], is_group=groups_of(conf_dir))
             config = compose("config", overrides=words)
         # A tracker may have keys that the composed one has not.
         OmegaConf.set_struct(config, False)
@@ -467,13 +457,13 @@ def compose_follow_up(
         # Only where it reads what the first run will leave: that is not there yet, so its files
         # can't be checked.
         if any(OmegaConf.select(config, key) == value for key, value in leaves.items()):
-            _check_reading(following.job.pipeline, first=experiment)
+            _check_reading(following.job.pipeline, first=model)
         else:
             following.job.check()
     except (HydraException, OmegaConfBaseException, ConfigError, DataError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ConfigError(
-            f"follow_up={list(experiment.follow_up)} makes no experiment that can run: "
+            f"follow_up={list(follow_up)} makes no experiment that can run: "
             f"{lines[0]}; [] runs none"
         ) from error
     return following
@@ -521,11 +511,11 @@ def _check_interpolations(config: DictConfig, conf_dir: Path) -> None:
                 )
 
 
-def _check_reading(job: PipelineJob, first: FollowedJob) -> None:
-    """Check a job that reads what `first` will leave, which is not there yet."""
+def _check_reading(job: PipelineJob, first: OneWayModel) -> None:
+    """Check a job that reads what the model `first` will leave, which is not there yet."""
     # The task's files are there; the model's are what `first` will write.
     job.task.check()
-    most = first.model.max_positions
+    most = first.max_positions
     if most is not None and job.task.max_length > most:
         raise ConfigError(
             f"task.max_length is {job.task.max_length}, but the pre-trained encoder will "

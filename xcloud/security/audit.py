@@ -70,20 +70,17 @@ def audit_file(run_dir: Path, rank: int) -> Path:
     return run_dir / f"rank{rank}.wire.json"
 
 
-def earlier_file(audit: Path) -> Path:
-    """Return where a rank keeps the record of its last attempt while it makes another one."""
-    return audit.with_suffix(".earlier.json")
+EARLIER = ".earlier.json"
+"""The ending, in place of .json, of the record of a rank's last attempt while it makes another
+one."""
+SIGNATURE = ".signature"
+"""The ending, in place of .json, of the signature of a rank's record."""
 
 
 def set_aside(audit: Path) -> None:
     """Keep a rank's record for the counts of the next attempt, which it is not a record of."""
     if audit.exists():
-        audit.replace(earlier_file(audit))
-
-
-def signature_file(audit: Path) -> Path:
-    """Return where the signature of a rank's audit file lies."""
-    return audit.with_suffix(".signature")
+        audit.replace(audit.with_suffix(EARLIER))
 
 
 def write_rank_audit(
@@ -143,10 +140,10 @@ def write_rank_audit(
         replace_text(path, text)  # a partial file would break the joined audit
         if sign is not None:
             signature = sign(text.encode())
-            replace_text(signature_file(path), text=json.dumps(signature, indent=1))
+            replace_text(path.with_suffix(SIGNATURE), text=json.dumps(signature, indent=1))
         else:
             # A signature of an earlier attempt is none of this file.
-            signature_file(path).unlink(missing_ok=True)
+            path.with_suffix(SIGNATURE).unlink(missing_ok=True)
     except OSError as error:
         log.warning("%s could not be written: %s", path, error)
 
@@ -157,7 +154,7 @@ def _earlier_attempts(path: Path, attempt: int) -> list[dict[str, Any]]:
     # attempt.
     attempts = {
         one["attempt"]: one
-        for file in (earlier_file(path), path)
+        for file in (path.with_suffix(EARLIER), path)
         for one in read_json(file).get("attempts", [])
     }
     return [one for number, one in attempts.items() if number != attempt]

@@ -166,9 +166,10 @@ class Visibility(OfSecurity):
                         )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Refusal:
-    """A thing that a policy does not let a file do.
+    """A thing that a policy does not let a file do. What is said tells two apart, as the same one
+    may come by two ways.
 
     said: a sentence for the owner of the file.
     key: the key of policy.yaml that could allow it; "" if none does.
@@ -177,15 +178,8 @@ class Refusal:
     """
 
     said: str
-    key: str = ""
-    allow: Any = None
-
-    # What is said counts: the same refusal may come by two ways.
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Refusal) and self.said == other.said
-
-    def __hash__(self) -> int:
-        return hash(self.said)
+    key: str = field(default="", compare=False)
+    allow: Any = field(default=None, compare=False)
 
 
 _SHA256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]

@@ -31,10 +31,6 @@ STOPPED = (
 log = logging.getLogger(__name__)
 
 
-def monitor_of(run_dir: Path, file: Path) -> Monitor:
-    return Monitor(read_shared(file, run_dir), run_dir)
-
-
 def first_failure(run_dir: Path, ranks: Iterable[int], lost: int) -> str:
     """The cause of failure of a run on several machines, if known on this machine. lost: a rank
     that has not finished."""
@@ -87,7 +83,7 @@ def _monitor(
     run_dir: Path, experiment: Path, parent: int | None, is_again: bool, past: int | None
 ) -> int:
     try:
-        monitor = monitor_of(run_dir, file=experiment)
+        monitor = Monitor(read_shared(experiment, run_dir), run_dir)
     except XcloudError as error:
         sys.exit(f"xcloud: {printable(error)}")
     try:

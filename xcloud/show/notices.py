@@ -14,6 +14,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 LIMIT_S = 10.0  # for a call of the command, and for those that are open when the run has ended
@@ -23,6 +24,7 @@ MAX_WAITING = 16  # events; where the command is slower than they come, further 
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Notices:
     """A queue of events and a thread that calls the command for one after another.
 
@@ -33,18 +35,17 @@ class Notices:
     about: fields about the run that every event carries.
     """
 
-    def __init__(self, command: str | None, about: Mapping[str, str]) -> None:
-        self._command = command
-        self._about = about
-        self._waiting: queue.Queue[dict[str, Any]] = queue.Queue(MAX_WAITING)
-        self._thread: threading.Thread | None = None
-        self._is_closed = threading.Event()
+    command: str | None
+    about: Mapping[str, str]
+    _waiting: queue.Queue[dict[str, Any]] = field(default_factory=lambda: queue.Queue(MAX_WAITING))
+    _thread: threading.Thread | None = None
+    _is_closed: threading.Event = field(default_factory=threading.Event)
 
     def send(self, event: str, **facts: Any) -> None:
         """Have the command called with this event. Return at once."""
-        if self._command is None:
+        if self.command is None:
             return
-        told = {"event": event, "time": round(time.time(), 3), **self._about, **facts}
+        told = {"event": event, "time": round(time.time(), 3), **self.about, **facts}
         # Never blocks: a command that hangs must not hold the run up.
         try:
             self._waiting.put_nowait(told)
@@ -89,7 +90,7 @@ class Notices:
         """Run the command in a session of its own: Ctrl+C is for the run, and its time limit ends
         what it has started, too."""
         process = subprocess.Popen(
-            shlex.split(self._command or ""),
+            shlex.split(self.command or ""),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

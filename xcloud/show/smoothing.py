@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from xcloud.base.units import human_bandwidth
 
 SMOOTHING = 0.9  # weight of the past: the figures look back over about ten steps
 
 
+@dataclass
 class Smoothed:
     """Exponential moving averages by name: sum(w^age * x) / sum(w^age), where a step in which a
     name has no value makes its values older too."""
 
-    def __init__(self) -> None:
-        self._sums: dict[str, tuple[float, float]] = {}  # value and weight
+    _sums: dict[str, tuple[float, float]] = field(default_factory=dict)  # value and weight
 
     def add(self, values: Mapping[str, float]) -> dict[str, float]:
         """Take the figures of a step. Return all averages."""

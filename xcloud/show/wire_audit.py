@@ -27,12 +27,12 @@ from xcloud.line.sealing import verify
 from xcloud.security.audit import (
     MAX_BYTES,
     MAX_RANKS,
+    SIGNATURE,
     BoundedInt,
     as_table,
     bounded_bytes,
     compact,
     join_audit,
-    signature_file,
 )
 
 MAX_SIGNATURE_BYTES = 1 << 16
@@ -75,9 +75,6 @@ class Counted(NamedTuple):
 
     messages: int = 0
     bytes: int = 0
-
-    def plus(self, other: Counted) -> Counted:
-        return Counted(self.messages + other.messages, self.bytes + other.bytes)
 
 
 @dataclass(frozen=True)
@@ -150,8 +147,10 @@ class Comparison:
         for pair in self.pairs:
             way = f"{pair.sender.split()[0]} -> {pair.receiver.split()[0]}"
             both = sums[way].setdefault(pair.kind, {"sent": Counted(), "received": Counted()})
-            both["sent"] = both["sent"].plus(pair.sent or Counted())
-            both["received"] = both["received"].plus(pair.received or Counted())
+            for side, more in (("sent", pair.sent), ("received", pair.received)):
+                if more is not None:
+                    num_bytes = both[side].bytes + more.bytes
+                    both[side] = Counted(both[side].messages + more.messages, num_bytes)
         return sums
 
 
@@ -168,8 +167,12 @@ def compare(folders: Sequence[Path]) -> Comparison:
     for number, folder in enumerate(folders):
         for path in _files([folder]):
             data, record = _read(path)
-            if number == 0:  # this cloud's own records say of which cloud a rank is
-                known |= _clouds_in(record)
+            if number == 0:
+                # This cloud's own records name the clouds of all ranks that it exchanged messages
+                # with.
+                for attempt in record.attempts:
+                    known |= {one.rank: one.cloud for one in (*attempt.sent, *attempt.received)}
+                known[record.rank] = record.cloud
     for path in _files(folders):
         data, record = _read(path)
         cloud = known.get(record.rank, record.cloud)
@@ -225,13 +228,6 @@ def _read(path: Path) -> tuple[bytes, _Record]:
         raise DataError(f"{path} is no record of what crossed: {line:.200}") from None
 
 
-def _clouds_in(record: _Record) -> dict[int, str]:
-    """Return the cloud of each rank that a record knows."""
-    # A record names the clouds of all ranks that it exchanged messages with.
-    counts = [one for attempt in record.attempts for one in (*attempt.sent, *attempt.received)]
-    return {one.rank: one.cloud for one in counts} | {record.rank: record.cloud}
-
-
 def _signature(file: Path) -> Mapping[str, Any]:
     """Return what a signature file holds; nothing where there is none. Raises SealError."""
     if not file.exists():
@@ -250,7 +246,7 @@ def _signer(
     """Return who signed a record, in words. Raises SealError where this cloud knows a certificate
     of its cloud, by which it is not signed."""
     known = certificates.get(cloud, [])
-    file = signature_file(path)
+    file = path.with_suffix(SIGNATURE)
     given = _signature(file)
     # A policy that knows some clouds is meant to know all of them.
     if certificates and not known:

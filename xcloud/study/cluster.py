@@ -191,10 +191,11 @@ class Jobs:
                         signal.pthread_sigmask(signal.SIG_SETMASK, before)
                 break
             except Exception as error:
-                if not _is_full(error):
+                said = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+                if not _is_full(said):
                     # A full queue is waited for, any other refusal is the point's failure.
-                    raise RunFailed(f"the job was not taken: {_last_line(error)}") from error
-                self._say_once(f"the queue takes no more jobs now: {_last_line(error)}")
+                    raise RunFailed(f"the job was not taken: {said}") from error
+                self._say_once(f"the queue takes no more jobs now: {said}")
                 if self._ending.wait(FULL_AFTER_S):
                     raise KeyboardInterrupt from None
         # A process id comes back; the moment at which its process began tells it apart.
@@ -336,14 +337,10 @@ def _mount_of(
     return best
 
 
-def _is_full(error: Exception) -> bool:
-    """Return whether a queue will take a job later."""
-    text = _last_line(error).lower()
-    return any(word in text for word in ("limit", "temporarily", "try again", "timed out"))
-
-
-def _last_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+def _is_full(said: str) -> bool:
+    """Return whether a queue will take a job later, by the last line of why it took none."""
+    words = ("limit", "temporarily", "try again", "timed out")
+    return any(word in said.lower() for word in words)
 
 
 def _cause(run_dir: Path, job: SubmittedJob, summary: Mapping[str, Any], logs: Path) -> str:

@@ -99,14 +99,12 @@ def marks_of(results: Results, cost: str) -> pd.DataFrame:
     # Computed at another speed than its reference.
     if cost == "step_time_s":
         labels = labels + marks.share_left_out.notna().map({True: " (!)", False: ""})
+    # From the start again where there are not as many.
     return marks.assign(
-        label=labels, colour=_nth(LINES, numbers=colours), shape=_nth(MARKERS, numbers=shapes)
+        label=labels,
+        colour=[LINES[number % len(LINES)] for number in colours],
+        shape=[MARKERS[number % len(MARKERS)] for number in shapes],
     )
-
-
-def _nth(names: Sequence[str], numbers: Any) -> list[str]:
-    """From the start again where there are not as many."""
-    return [names[number % len(names)] for number in numbers]
 
 
 def draw_scatter(axes: Axes, marks: pd.DataFrame, cost: str, score: str) -> None:

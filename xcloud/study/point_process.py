@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import subprocess
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,13 +31,13 @@ def start_point(
     )  # fmt: skip
 
 
+@dataclass
 class PointJob:
     """A job: runs the point of a folder in a process of its own. submitit calls it on the node."""
 
-    def __init__(self, run_dir: str, threads: str) -> None:
-        self.run_dir = run_dir
-        self.threads = threads
-        self._process: subprocess.Popen[str] | None = None
+    run_dir: str
+    threads: str
+    _process: subprocess.Popen[str] | None = None
 
     def __call__(self) -> int:
         """Return the exit code of the run."""

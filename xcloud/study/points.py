@@ -154,11 +154,13 @@ def with_also(asked: Sequence[Overrides], also: Mapping[str, object]) -> list[Ov
     {"model.split.layer": None} gives the unsplit model, to which its other settings do not apply.
     """
     # Leaving out the layer alone would leave the rank and its like of a split that is none.
-    covered = [SPLIT if pair == (CUT_LAYER, None) else _dotted(pair[0]) for pair in also.items()]
+    covered = [
+        SPLIT if pair == (CUT_LAYER, None) else pair[0].replace("/", ".") for pair in also.items()
+    ]
     added = tuple(_word(key, value=value) for key, value in also.items())
     again = [
         # In the words' own place nothing of the group is left that is replaced.
-        (*(o for o in overrides if not _below(_dotted(_key(o)), heads=covered)), *added)
+        (*(o for o in overrides if not _below(_key(o).replace("/", "."), heads=covered)), *added)
         for overrides in asked
     ]
     # A point that is the reference already is not run twice.
@@ -180,7 +182,7 @@ def name_points(points: Sequence[Point], earlier: Sequence[Overrides] = ()) -> N
     # The last part of a key is enough, unless two keys end alike.
     ends = {key: re.split(r"[./]", key)[-1] for key in keys}
     alone = [end for end in ends.values() if [*ends.values()].count(end) == 1]
-    shorts = {key: end if end in alone else _dotted(key) for key, end in ends.items()}
+    shorts = {key: end if end in alone else key.replace("/", ".") for key, end in ends.items()}
     for point in points:
         point.label = _label(point, keys, shorts)
     # Points that differ in their seed alone share a label; others with the same one are told
@@ -204,7 +206,7 @@ def _label(point: Point, keys: Sequence[str], shorts: Mapping[str, str]) -> str:
     settings = point.settings
     parts: list[str] = []
     for key in keys:
-        dotted = _dotted(key)
+        dotted = key.replace("/", ".")
         # Of a group the chosen option is shown, of a setting its name as well.
         is_value = dotted in settings and not any(k.startswith(f"{dotted}.") for k in settings)
         if _below(dotted, heads=["compression"]):
@@ -249,10 +251,6 @@ def _one_kind(value: object) -> object:
 def _key(override: str) -> str:
     # Hydra's signs in front, and a package behind, are no part of the key.
     return override.partition("=")[0].lstrip("+~").partition("@")[0]
-
-
-def _dotted(key: str) -> str:
-    return key.replace("/", ".")
 
 
 def _word(key: str, value: object) -> str:

@@ -11,7 +11,7 @@ import argparse
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from itertools import chain
 from pathlib import Path
@@ -287,7 +287,14 @@ def remarks_of(results: Results) -> Iterator[str]:
         yield "of one cloud: throughput / that of the same work with cluster=one_cloud."
         compared = rows[rows[f"{rate}_share_of_one_cloud"].notna()]
         # Per cloud the number of ranks, since throughput depends on it.
-        counts = dict(zip(compared.cluster, map(_num_ranks, compared.settings), strict=True))
+        counts = {
+            cluster: sum(
+                number
+                for key, number in settings.items()
+                if fnmatch(key, "cluster.clouds.*.num_ranks") and isinstance(number, int)
+            )
+            for cluster, settings in zip(compared.cluster, compared.settings, strict=True)
+        }
         if len(set(counts.values())) > 1:
             listed = ", ".join(f"{cluster} has {count}" for cluster, count in counts.items())
             yield f"Numbers of ranks differ, so the share is not due to the link alone: {listed}."
@@ -300,14 +307,6 @@ def remarks_of(results: Results) -> Iterator[str]:
         yield f"These runs are of different code: {', '.join(sorted(commits))}."
     # Notes of several rows may be the same one.
     yield from dict.fromkeys(note for entry in rows.published for note in entry["notes"])
-
-
-def _num_ranks(settings: Mapping[str, object]) -> int:
-    return sum(
-        n
-        for k, n in settings.items()
-        if fnmatch(k, "cluster.clouds.*.num_ranks") and isinstance(n, int)
-    )
 
 
 def write_csv(folder: Path, results: Results) -> list[Path]:

@@ -99,14 +99,14 @@ def check_name(name: object) -> None:
         wording.check_name("sweep", name=name)
 
 
+@dataclass
 class Processes:
     """`run` blocks: call it from one thread per point. `end` ends all of them. parallel: points
     that compute at once."""
 
-    def __init__(self, parallel: int) -> None:
-        self.parallel = parallel
-        self._is_ending = False
-        self._running: list[subprocess.Popen[str]] = []
+    parallel: int
+    _is_ending: bool = False
+    _running: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def run(self, point: Point, run_dir: Path) -> None:
         """Raises RunFailed with the last line that the point said."""

@@ -309,7 +309,9 @@ class Search:
 
     def _first(self) -> list[dict[str, Any]]:
         """Return the settings to begin with: each choice once, and all numbers in their middle."""
-        choices = {k: kind.choices for k, kind in self.space.varied.items() if _is_choice(kind)}
+        choices = {
+            k: kind.choices for k, kind in self.space.varied.items() if hasattr(kind, "choices")
+        }
         count = max(map(len, choices.values()), default=1)
         return [
             {
@@ -423,10 +425,6 @@ def _shown(name: Objective, value: float) -> str:
     return f"{value:.4g} bytes"
 
 
-def _is_choice(kind: Any) -> bool:
-    return hasattr(kind, "choices")
-
-
 def _middle(kind: Any) -> Any:
     """Return the middle of a range of numbers, on its scale."""
     if kind.log:
@@ -441,7 +439,7 @@ def _all_of(varied: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return all settings of a space of choices and whole numbers, up to 10,000; else none."""
     found: list[dict[str, Any]] = [{}]
     for key, kind in varied.items():
-        if _is_choice(kind):
+        if hasattr(kind, "choices"):
             values = [*kind.choices]
         elif isinstance(kind.low, int):
             values = [*range(kind.low, kind.high + 1, kind.step)]

@@ -26,7 +26,7 @@ from itertools import chain, groupby, zip_longest
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
-from xcloud.base.bounded import MAX_LINE, MAX_WHOLE, BoundedLines, parsed_json, read_json
+from xcloud.base.bounded import MAX_LINE, MAX_WHOLE, bounded_lines, parsed_json, read_json
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.placeholders import (
     check_is_data,
@@ -76,7 +76,7 @@ def read_lines(path: Path, max_line: int = MAX_LINE) -> Iterator[str]:
         # utf-8-sig: programs on Windows begin a file with a mark of the byte order, which would be
         # part of the first column's name.
         with opened(path, "rt", encoding="utf-8-sig", newline="\n") as file:
-            for line in BoundedLines(file, path, max_line):
+            for line in bounded_lines(file, path, max_line):
                 # A carriage return before the line feed is the ending of Windows; any other stays
                 # in the text.
                 yield line.removesuffix("\n").removesuffix("\r")

@@ -244,12 +244,14 @@ class Store:
             with contextlib.closing(sqlite3.connect(place, uri=True, timeout=1.0)) as database:
                 found = database.execute(ask, (self.experiment,)).fetchone()
                 of_store = database.execute("SELECT version_num FROM alembic_version").fetchone()
-        except sqlite3.OperationalError as error:
-            if "locked" in str(error) or "no such table" in str(error):
-                return ""  # another process writes, or MLflow is about to make its tables
-            raise self._no_store(error) from None
         except sqlite3.DatabaseError as error:
-            raise self._no_store(error) from None
+            is_operational = isinstance(error, sqlite3.OperationalError)
+            if is_operational and ("locked" in str(error) or "no such table" in str(error)):
+                return ""  # another process writes, or MLflow is about to make its tables
+            raise ConfigError(
+                f"{self.database} is no store of MLflow ({error}): move it away, or choose "
+                "another folder with tracker.root=FOLDER"
+            ) from None
         # MLflow would try for over a minute, and then name only the number of the schema. Each
         # schema that it knows is a file of its migrations; MLflow itself takes seconds to import.
         package = importlib.util.find_spec("mlflow")
@@ -263,12 +265,6 @@ class Store:
                 "one (pip install -U mlflow), or choose another folder with tracker.root=FOLDER"
             )
         return found[0] if found else ""
-
-    def _no_store(self, error: Exception) -> ConfigError:
-        return ConfigError(
-            f"{self.database} is no store of MLflow ({error}): move it away, or choose another "
-            "folder with tracker.root=FOLDER"
-        )
 
     def _stage_at_server(self) -> str:
         named = urllib.parse.urlencode({"experiment_name": self.experiment})
