@@ -41,7 +41,7 @@ def test_what_did_not_fit_is_a_line_a_split_by_the_setting_that_cut_it() -> None
         said: list[str] = []
         events: list[Any] = []
         reporter: Any = SimpleNamespace(
-            may_tell_of_texts=may_tell,
+            is_abroad=not may_tell,
             remark=said.append,
             event=lambda name, **fields: events.append((name, *fields.values())),  # noqa: B023
         )
