@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra.errors import HydraException
 
 from experiments.claims import pages
 from xcloud import entry
@@ -180,3 +181,31 @@ def test_flags_of_hydra_are_told_from_settings_with_their_values() -> None:
     assert settings == ["a=1", "b=2"]
     assert options == ["-cd", "mine=x", "--info", "all", "--config-dir=other", "-m"]
     assert entry.own_folders(options) == [Path("mine=x"), Path("other")]
+
+
+@pytest.mark.parametrize(
+    ("error", "composed", "ends"),
+    [
+        (PermissionError(13, "Permission denied", "/x"), False, 1),
+        (PermissionError(13, "Permission denied", "/x"), True, PermissionError),
+        (OSError(5, "no file of anybody"), False, OSError),
+        (HydraException("no such group"), False, 1),
+        (HydraException("a defect"), True, HydraException),
+        (KeyboardInterrupt(), False, 130),
+    ],
+)
+def test_what_hydra_cannot_make_of_the_words_is_the_users_and_what_comes_later_is_not(
+    error: BaseException, composed: bool, ends: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run() -> None:
+        raise error
+
+    monkeypatch.setattr(sys, "argv", ["xcloud"])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    monkeypatch.setattr(entry, "run_composed", run)
+    monkeypatch.setattr(entry, "composed", composed)
+    with pytest.raises(SystemExit if isinstance(ends, int) else ends) as ended:
+        entry.main(["task=translation", "-m", "--config-dir", "mine"])
+    if isinstance(ends, int):
+        assert ended.value.code == ends  # type: ignore[attr-defined]
+    assert sys.argv == ["xcloud", "-m", "task=translation", "--config-dir", "mine"]

@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from collections import namedtuple
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from xcloud.net import addresses, rendezvous
 from xcloud.net.addresses import choose_interface, own_address, store_at, why_unreachable
 from xcloud.net.failure_detector import FailureDetector
 from xcloud.net.rendezvous import Ending, count_of, ended_key, of_this_attempt, value_of
+from xcloud.net.transport import rendezvous_store
 from xcloud.rank import restarts
 from xcloud.rank.restarts import Doorbell, over_gloo, unreachable
 
@@ -265,3 +267,8 @@ def test_a_machine_leaves_word_of_ranks_that_come_no_more_and_never_why(
     assert value_of(server, ended_key(1)) in {one.value for one in Ending}
     with contextlib.suppress(LinkClosed):  # nobody is there any more: nothing to tell
         _tell(f"127.0.0.1:{free_port()}", {1: ending}, code)
+
+
+def test_a_rank_waits_for_another_as_long_as_it_is_told_to(tmp_path: Path) -> None:
+    """torch's own limit of five minutes would end a run whose first rank loads longer."""
+    assert rendezvous_store(tmp_path).timeout > timedelta(days=1)

@@ -42,6 +42,7 @@ from xcloud.rank.agreement import (
     agree,
     decode_table,
     encode_table,
+    rank_name,
 )
 
 
@@ -415,3 +416,10 @@ def test_a_producer_with_another_seed_ends_all_with_one_message(tmp_path: Path) 
     assert codes == [EXIT_COMES_AGAIN] * 3
     assert "seed is 1 in rank 0" in said_by(tmp_path, 2)
     assert said_by(tmp_path, 0) == said_by(tmp_path, 1) == said_by(tmp_path, 2)
+
+
+def test_a_rank_is_named_with_its_cloud_if_this_clouds_file_knows_it() -> None:
+    layout = ClusterLayout({"a": Cloud(2, [0]), "b": Cloud(1, [1])}, "free")
+    job: Any = SimpleNamespace(cluster=layout)
+    names = ["rank 0 (cloud a)", "rank 1 (cloud a)", "rank 2 (cloud b)", "rank 3", "rank 4"]
+    assert [rank_name(job, rank) for rank in range(5)] == names

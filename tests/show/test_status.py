@@ -21,6 +21,7 @@ from xcloud.net.frame import Kind, MessageKey
 from xcloud.net.memory_transport import MemoryWorld
 from xcloud.net.peer import Peer
 from xcloud.pipeline.exchange import RankGroup
+from xcloud.record.checkpoint_files import CheckpointFolder
 from xcloud.record.files import (
     LAUNCHER_FILE,
     error_file,
@@ -67,6 +68,36 @@ def test_who_waits_for_whom_leads_to_the_rank_that_hangs(tmp_path: Path) -> None
     assert "rank 2 is waited for by ranks 0, 1" in said
     assert "no checkpoint yet" in said
     assert "rank 2 is gone" in describe(tmp_path)  # it was killed
+
+
+def test_a_program_reads_all_that_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, 0, step=7, waits_for=[wait(1, "a", 3.0), wait(1, "b", 9.0)])
+    write(tmp_path, 1, pid=1, host="elsewhere", lines_down=["line to c down for 4 s"])
+    write(tmp_path, 2, ended=True, phase="has finished", waits_for=[wait(0, "a")])
+
+    def told() -> Any:
+        assert main([str(tmp_path), "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    assert told()["checkpoint_step"] is None
+    checkpoints = CheckpointFolder(tmp_path)
+    for step in (4, 6, 8):
+        checkpoints.write(step, 0, {"x": 1}, {})
+        if step < 8:
+            checkpoints.mark_agreed(step, 0, {})
+    found = told()
+    assert (found["run_dir"], found["checkpoint_step"]) == (str(tmp_path), 6)
+    assert found["state"] == "degraded: rank 2 is gone" and found["waited_for_by"] == {"1": [0]}
+    first, second, third = found["ranks"]
+    waits = [(one["rank"], one["message"], round(one["for_s"])) for one in first["waits_for"]]
+    assert waits == [(1, "b", 9), (1, "a", 3)], "the longest first"
+    assert (first["rank"], first["phase"], first["step"]) == (0, "training", 7)
+    assert (first["process"], first["has_ended"]) == ("running", False)
+    assert second["process"] == "unknown" and second["lines_down"] == ["line to c down for 4 s"]
+    assert (third["process"], third["has_ended"], third["waits_for"]) == ("gone", True, [])
+    assert all(0 <= one["silent_s"] < 60 for one in found["ranks"])
 
 
 @pytest.mark.parametrize(("silent_s", "is_well"), [(4.5, True), (5.5, False)])
