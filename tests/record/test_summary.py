@@ -434,3 +434,94 @@ def test_a_run_without_prices_has_no_cost() -> None:
     statistics = RunStatistics(2)
     feed_step(statistics, 1)
     assert "cost" not in summarise(statistics)
+
+
+MEASURED: dict[str, Any] = {
+    "num_steps": 9, "quality": {"bleu": 31.25, "perplexity": 8.5}, "quality_error": {"bleu": 0.5},
+    "quality_before": {"bleu": 2.0}, "quality_at_step": 7, "final_loss": 1.23456,
+    "num_skipped_updates": 2, "lost_event_lines": 3, "lost_files": ["a", "b"],
+    "num_warmup_steps_left_out": 2, "step_time_s": {"median": 0.5, "p90": 0.75},
+    "predicted_step_time_s": 0.6, "bubble_ratio": 0.125, "link_utilisation": {"forward": 0.25},
+    "wan_bytes_per_step": {"forward": 2000, "backward": 0, "averaging": 500, "other": 12},
+    "bytes_per_token": {"total": 12.34, "forward": 10.0, "backward": None, "boundaries": {"1": 7}},
+    "compression_ratio": {"forward": 4.0, "backward": None, "total": 3.5},
+    "samples_per_s": 1234.56, "tokens_per_s": 5678.9, "learned_tokens_per_s": 1000.4,
+    "compute_s": {"a": 0.1, "b": 0.2}, "codec_s": {"a": 0.01}, "waiting_s": {"b": 0.3},
+    "memory": [
+        {"rank": 0, "cloud": "a", "peak": 5e6, "parameters": 1e6, "gpu_peak": 1e6},
+        {"rank": 1, "cloud": "a", "peak": 4e6, "parameters": 2e6, "gpu_peak": 2e6},
+        {"rank": 2, "cloud": "b", "peak": 3e6, "parameters": 3e6},
+    ],
+}  # fmt: skip
+
+
+def test_the_closing_table_says_what_was_measured_to_the_letter() -> None:
+    record = RunRecord(MEASURED)
+    assert record.rows == [
+        ("BLEU", "31.25 ± 0.50", "test set at step 7; 2.00 before training"),
+        ("perplexity", "8.50", "test set at step 7"),
+        ("final loss", "1.2346", "training loss of the last step"),
+        ("updates skipped", "2", "loss or gradient not finite"),
+        ("event lines lost", "3", "figures are of the rest; see rank0.log"),
+        ("files lost", "2", "a, b"),
+        ("step time, median", "500 ms", "times and rates leave out 2 first steps"),
+        ("step time, predicted", "600 ms", "+20 % of the median"),
+        ("step time, p90", "750 ms", ""),
+        ("bubble ratio", "0.125", "waiting / computing, without the waits of averaging"),
+        ("sent forward, per step", "2.00 kB", "link 25 % used"),
+        ("sent averaging, per step", "500 B", ""),
+        ("sent otherwise, per step", "12 B", "ids, lengths, control"),
+        ("sent per token", "12.3 B", "forward 10.0, boundary 1 7.0"),
+        ("compression ratio", "3.50x", "forward 4.00x, backward -"),
+        ("samples per second", "1,234.6", ""),
+        ("tokens per second", "5,679", "computed, of which 1,000 are learned (in the loss)"),
+    ]
+    times, memory = record.tables
+    assert times[2] == [["a", "100 ms", "10.0 ms", "-", "-"], ["b", "200 ms", "-", "300 ms", "-"]]
+    # Of the ranks of a cloud with GPUs the one whose GPU is fullest counts.
+    assert memory[1:] == (["", "a", "b"], [
+        ["peak", "4.00 MB", "3.00 MB"],
+        ["gpu peak", "2.00 MB", "-"],
+        ["parameters", "2.00 MB", "3.00 MB"],
+    ])  # fmt: skip
+
+
+def test_the_closing_table_leaves_out_what_did_not_happen() -> None:
+    kept = ("step_time_s", "compression_ratio", "samples_per_s", "tokens_per_s", "final_loss")
+    few: dict[str, Any] = {name: MEASURED[name] for name in kept}
+    epochs = {"first_epoch_s": 1.0, "later_epochs_s": 0.5, "kept_share": 0.75}
+    few |= {
+        "num_steps": 9, "quality": {}, "num_warmup_steps_left_out": 1, "bubble_ratio": 0,
+        "wan_bytes_per_step": {"forward": None, "other": 0}, "compute_s": {},
+        "predicted_step_time_s": 0.6, "predicted_over_epochs": epochs,
+    }  # fmt: skip
+    record = RunRecord(few)
+    over = "1.00 s in the first epoch, 500 ms in later ones with 75% of the samples kept"
+    assert record.rows == [
+        ("final loss", "1.2346", "training loss of the last step"),
+        ("step time, median", "500 ms", "times and rates leave out the first step"),
+        ("step time, predicted", "600 ms", f"on average: {over}"),
+        ("step time, p90", "750 ms", ""),
+        ("sent forward, per step", "-", ""),
+        ("compression ratio", "3.50x", "forward 4.00x, backward -"),
+        ("samples per second", "1,234.6", ""),
+        ("tokens per second", "5,679", "all that were computed"),
+    ]
+    assert not record.tables
+
+
+def test_a_table_of_runs_compares_every_figure_under_its_name() -> None:
+    found = RunRecord(MEASURED).metrics
+    assert found.items() >= {
+        "bleu": 31.25, "bleu_error": 0.5, "step_time_s": 0.5, "step_time_p90_s": 0.75,
+        "wan_bytes_per_step": 2512.0, "compression_ratio": 3.5, "compression_ratio_forward": 4.0,
+        "bytes_per_token": 12.34, "bytes_per_token_forward": 10.0, "num_skipped_updates": 2.0,
+        "bytes_per_token_boundary_1": 7.0, "compute_s_b": 0.2, "waiting_s_b": 0.3,
+        "wan_bytes_per_step_averaging": 500.0, "link_utilisation_forward": 0.25,
+        "memory_gpu_peak_rank1": 2e6, "memory_parameters_rank2": 3e6,
+    }.items()  # fmt: skip
+    absent = {"compression_ratio_backward", "memory_gpu_peak_rank2", "goodput", "num_resumes"}
+    assert not absent & found.keys()
+    again = {"num_resumes": 1, "num_steps_done_twice": 3, "goodput": 0.5}
+    resumed = RunRecord({**MEASURED, **again, "num_skipped_updates": 0}).metrics
+    assert resumed.items() >= again.items() and "num_skipped_updates" not in resumed
