@@ -256,7 +256,11 @@ class TrialRun:
             own = GPipe(own.num_micro_batches)
         m = own.num_micro_batches
         counts = [n for n in self.counts if n >= self.layout.min_micro_batches()]
-        counts = sorted({m, *_spread(counts)}) or [m]
+        if len(counts) > MAX_SIZES:
+            # Evenly spread by their ratios.
+            wanted = np.geomspace(counts[0], counts[-1], MAX_SIZES)
+            counts = [min(counts, key=lambda n: abs(math.log(n / w))) for w in wanted]
+        counts = sorted({m, *counts})
         if len(counts) == 1:
             # With one size nothing says what of a step is fixed and what grows with the samples.
             counts = sorted({m, max(1, m // 2), min(2 * m, self._pass_samples)})
@@ -409,7 +413,13 @@ class TrialRun:
         gradients_s, changes_s = time_around_averaging(trained)
         compressors = {}
         for name, compression in self.candidates.items():
-            boundaries = [_codec(trial, name, *kind) for kind in crossed]
+            boundaries = []
+            for stage, returns in crossed:
+                codec = BoundaryCodec(DirectionCurves(Curve()))  # where nothing was crossed
+                if stage is not None:
+                    codec = trial.directions(name, boundary=stage)
+                back = (codec.backward or codec.forward) if returns else None
+                boundaries.append(replace(codec, backward=back))
             averaging = time_averaging(trained, compression)
             compressors[name] = CompressorCosts(
                 label=compression.label, boundaries=boundaries, averaging=averaging
@@ -478,22 +488,8 @@ def changed_fields(made: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _codec(trial: Trial, name: str, stage: int | None, returns: bool) -> BoundaryCodec:
-    nothing = BoundaryCodec(DirectionCurves(Curve()))
-    codec = trial.directions(name, boundary=stage) if stage is not None else nothing
-    return replace(codec, backward=(codec.backward or codec.forward) if returns else None)
-
-
 def _splits(schedule: Schedule) -> bool:
     return bool(split_backwards(schedule.actions(1, num_stages=2)))
-
-
-def _spread(counts: Sequence[int]) -> list[int]:
-    """Return at most MAX_SIZES of the counts, evenly spread by their ratios."""
-    if len(counts) <= MAX_SIZES:
-        return list(counts)
-    wanted = np.geomspace(counts[0], counts[-1], MAX_SIZES)
-    return sorted({min(counts, key=lambda n: abs(math.log(n / w))) for w in wanted})
 
 
 def processor() -> str:
