@@ -257,6 +257,8 @@ def test_a_real_line_is_timed_where_its_messages_arrive(monkeypatch: pytest.Monk
         assert (messages, line_s) == (6, 0) and num_bytes > 0, "counted where they are sent"
         *sums, delay_s = receiver[row].tolist()
         assert sums == [0, 0, 3.0] and delay_s > 0, "timed where they arrive"
+    kept = made[0].hook(RunPilot).children()[MEMORY]
+    assert [*kept] == ["switches", "in force", "rule", "forecast"], "a resumed run decides alike"
 
 
 def test_the_codecs_of_all_choices_are_measured_before_the_first_step() -> None:
