@@ -6,11 +6,15 @@ import math
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from io import StringIO
 from itertools import pairwise, permutations
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from tests.nightly import first_daily
 from tests.plan_pieces import COMPRESSORS, EIGHT, codec, drawn, every_plan, piece
@@ -510,3 +514,65 @@ def test_a_codec_is_timed_by_the_median_of_a_few_calls(
     monkeypatch.setattr("xcloud.simulator.codec_timer.OTHER_BYTES", 8)
     monkeypatch.setattr("xcloud.simulator.codec_timer.time.perf_counter", lambda: clock[0])
     assert median_s(once, torch.device("cpu")) == pytest.approx(median) and not left
+
+
+def row_of(strategy: str, **changed: Any) -> dict[str, Any]:
+    return {
+        "strategy": strategy, "split": "3 | 5", "micro_batches": 4, "schedule": "GPipe",
+        "compression": "int8", "touches_quality": ["compression"], "bubble_ratio": 0.256,
+        "predicted_step_time_s": 0.5, "bytes_per_step": 2000, "bound": "line a-b",
+        "memory_bytes": {"a": 1e6, "b": 3e6}, "change_next": "compression", "over_epochs": None,
+        **changed,
+    }  # fmt: skip
+
+
+def test_a_plan_is_printed_with_all_that_qualifies_it() -> None:
+    over = {"first_epoch_s": 1.0, "later_epochs_s": 0.5, "kept_share": 0.75, "mean_s": 0.6}
+    profile = SimpleNamespace(measured_on="this machine", other_bytes=2e6)
+    best = SimpleNamespace(micro_batches=8, step_s=0.25, bubble_ratio=0.1)
+    report: Any = SimpleNamespace(
+        pricer=SimpleNamespace(profile=profile), search_s=1.26, stale=["torch is newer"],
+        ranked=SimpleNamespace(num_plans=12345, num_simulated=67),
+        rows=[row_of("hybrid"), row_of("pipeline", over_epochs=over)],
+        own_row=row_of("pipeline", touches_quality=[]), not_planned={"late": "nobody knows when"},
+        crossings={"int8": 2e6, "int4": math.inf, "none": 0.0}, best_count=best,
+        over_micro_batches=[SimpleNamespace(micro_batches=4, step_s=0.5), best],
+    )  # fmt: skip
+    shown = StringIO()
+    print_plans(report, Console(file=shown, width=300))
+    lines = [line.rstrip() for line in shown.getvalue().splitlines()]
+    assert lines[:2] == [
+        "12,345 plans, 67 simulated in 1.3 s; profile: this machine",
+        "the profile may not hold: torch is newer",
+    ]
+    figures = "3 | 5 4 GPipe {} 500 ms 0.26 2.00 kB 3.00 MB line a-b compression"
+    rows = [" ".join(line.split()) for line in lines]
+    assert [row for row in rows if "GPipe" in row] == [
+        f"1 hybrid {figures.format('int8*')}",
+        f"2 pipeline {figures.format('int8*')}",
+        f"yours pipeline {figures.format('int8')}",
+    ]
+    notes = lines[lines.index("same strategy as yours (pipeline): best is row 2") :]
+    assert notes == [
+        "same strategy as yours (pipeline): best is row 2",
+        "memory: weights, gradients, moments, activations and messages of the fullest rank, and "
+        "2.00 MB of program and work space, as in the trial",
+        "bubble: waiting / computing, without the waits of averaging, as in the table of a run; "
+        "bytes: that leave clouds in a step, all kinds together",
+        "* changes what is learned, too; quality is not predicted (docs/planning.md)",
+        "plan 2: 600 ms on average over the run, 1.00 s in the first epoch, 500 ms in later ones "
+        "with 75% of the samples kept",
+        "late is not planned: nobody knows when",
+        "a step takes less with this compressor, at the best plan's other settings, on a line of "
+        "less than",
+        "  int8         2 Mbit/s",
+        "  int4         any bandwidth",
+        "  none         none: it never pays",
+        "best m = 8: bubble 0.100; step by m, with the best pipeline's other settings: "
+        "4: 500 ms, 8: 250 ms",
+    ]
+    report.rows, report.best_count, report.crossings = report.rows[1:], None, {}
+    shown.truncate(0)
+    print_plans(report, Console(file=shown, width=300))
+    assert "same strategy" not in shown.getvalue() and "best m" not in shown.getvalue()
+    assert "a step takes less" not in shown.getvalue()
