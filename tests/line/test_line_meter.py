@@ -142,6 +142,7 @@ def test_the_event_of_a_step_has_what_crossed_since_the_last_one_and_what_was_le
     reporter: Any = SimpleNamespace(
         event=lambda kind, **fields: told.append({"event": kind, **fields}), note=notes.append
     )
+    to_a.num_bytes[Kind.START] += 500
     meter = WanMeter(wiring, reporter, tells_skips=True)
     clock = StepClock()
     report = StepReport(
@@ -169,10 +170,14 @@ def test_the_event_of_a_step_has_what_crossed_since_the_last_one_and_what_was_le
 
     told.clear()
     meter.forget()
-    assert told == []
-    to_a.num_bytes += Counter({Kind.NORM: 4, Kind.GRADIENT: 6, Kind.EVALUATION: 9000})
+    assert told == [{"event": "sent_outside", "num_bytes": 500}], "what crossed before the step"
+    told.clear()
     meter.forget()
-    assert told == [{"event": "sent_outside", "num_bytes": 10}]
+    assert told == []
+    to_a.num_bytes += Counter(dict.fromkeys(Kind, 10))
+    meter.forget()
+    sent_bytes = 10 * (len(Kind) - 1)
+    assert told == [{"event": "sent_outside", "num_bytes": sent_bytes}], "all but what is stored"
     told.clear()
     skipped = replace(report, step=3, loss=None, skipped="it is not finite")
     meter.after_update(3, skipped)

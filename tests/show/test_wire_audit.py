@@ -116,6 +116,14 @@ def test_text_labels_and_sample_ids_never_cross_and_the_audit_lists_all_that_doe
         assert all(p["carries"] != "unnamed" for p in message["parts"])
     assert told == seen
     assert told_bytes == sizes
+    # The bill counts what belongs to no step, too: evaluations, what stages hand over before the
+    # first step. Only links that close and the last reports come after it.
+    for cloud, egress_bytes in summary["egress_bytes"].items():
+        own = {kind: 0 for _, kind, _ in sizes}
+        for (rank, kind, _), num_bytes in sizes.items():
+            own[kind] += num_bytes if rank == rank_of[cloud] else 0
+        counted = sum(own.values()) - own["close"]
+        assert counted - own["report"] <= egress_bytes <= counted
     kinds = {message["kind"] for message in audit["messages"]}
     kinds.discard("alive")  # of a rank that prepares for long
     assert kinds == {"activation", "gradient", "evaluation", "norm", "report", "barrier",

@@ -24,6 +24,7 @@ class WanMeter(Hook):
         self._tells_skips = tells_skips
         self._last = self._read()
         self._last_again = self._sent_again_bytes
+        self._reported_bytes = 0  # of steps and outside them, so far
 
     def after_update(self, step: int, report: StepReport) -> None:
         self._reporter.event("step", **self.describe(report))
@@ -32,13 +33,19 @@ class WanMeter(Hook):
             self._reporter.note(report.skipped)
 
     def forget(self) -> None:
-        """Forget what crossed since the last step: it belongs to no step (an evaluation). It is
-        reported, as it costs what all bytes cost."""
-        before = self._last[0]
+        """Forget what crossed since the last step: it belongs to no step (what stages hand over
+        before the first one, an evaluation). It is reported, as it costs what all bytes cost."""
         self._last = self._read()
-        num_bytes = (self._last[0] - before).total()
-        if num_bytes:
+        # Messages of every kind. What is written to a folder or bucket is no message.
+        left_bytes = sum(
+            num_bytes
+            for record in self._wiring.ends.records
+            for kind, num_bytes in [*record.num_bytes.items()]  # other threads may add a kind
+            if kind is not Kind.STORED
+        )
+        if num_bytes := left_bytes - self._reported_bytes:
             self._reporter.event("sent_outside", num_bytes=num_bytes)
+            self._reported_bytes = left_bytes
 
     def describe(self, report: StepReport) -> dict[str, Any]:
         """Return the step's event: seconds, bytes on the wire with headers, FP32 bytes meant."""
@@ -48,6 +55,7 @@ class WanMeter(Hook):
             for before, after in zip(self._last, now, strict=True)
         )
         self._last = now
+        self._reported_bytes += sum(sent.values())
         # Differences of counters that only grow, so that nothing is counted twice or lost,
         # whichever thread sends. The bytes of a message belong to the step in which it was handed
         # to its link.
