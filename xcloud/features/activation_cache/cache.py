@@ -104,7 +104,7 @@ class CachingChannel(ReceiveChannel):
         missing = self.kept.missing(samples["ids"])
         came: dict[int, Message] = {}  # by position in the micro-batch
         if len(missing):
-            part = samples_at(samples, positions=missing)
+            part = {name: value[missing] for name, value in samples.items()}
             message = super().recv(key, part, known)
             each = by_sample(message, fields=self.fields, samples=part)
             for n in self.kept.note(part["ids"], each):
@@ -198,7 +198,7 @@ class CachingPipeline(Pipeline):
             fields = self.ports[stage - 1].boundary.fields
             each = by_sample(received, fields, samples=batch)
             received = joined([each[n] for n in missing.tolist()])
-        batch = samples_at(batch, positions=missing)
+        batch = {name: value[missing] for name, value in batch.items()}
         work = super()._forward(action, batch, received, now, weights)
         assert work.send is not None
         # The sender counts what the receiver decodes (`work.send` has the same shapes), not the
@@ -218,10 +218,6 @@ class CacheReport(Hook):
     def finish(self) -> None:
         if caches := [c.kept for c in self.channels if isinstance(c, CachingChannel)]:
             self.reporter.note(describe(caches))
-
-
-def samples_at(samples: Samples, positions: Tensor) -> dict[str, Tensor]:
-    return {name: value[positions] for name, value in samples.items()}
 
 
 def by_sample(

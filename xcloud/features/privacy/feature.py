@@ -49,11 +49,6 @@ def whole_backward(job: PipelineJob) -> Conflict | None:
     return Conflict(setting=f"{job.schedule.label} puts off those of weights", remedy=remedy)
 
 
-def _protects(job: PipelineJob, unit: str) -> bool:
-    privacy = job.security.privacy
-    return privacy is not None and privacy.unit == unit
-
-
 class PrivacyAtRank(FeatureAtRank):
     """The privacy of one rank: it clips and adds noise, and in rank 0 keeps the account."""
 
@@ -93,7 +88,7 @@ class DifferentialPrivacy(Feature):
     uses = (
         FeatureUse(
             setting="security/privacy=cloud",
-            asked=lambda job: _protects(job, unit="cloud"),
+            asked=lambda job: getattr(job.security.privacy, "unit", None) == "cloud",
             why={
                 several_replicas: "adds noise to the contributions of replicas in several clouds",
                 all_clouds_stay: "gives no bound if a late cloud sends its change later",
@@ -102,7 +97,7 @@ class DifferentialPrivacy(Feature):
         ),
         FeatureUse(
             setting="security/privacy=sample",
-            asked=lambda job: _protects(job, unit="sample"),
+            asked=lambda job: getattr(job.security.privacy, "unit", None) == "sample",
             why={
                 whole_stages: "clips each sample's gradient in one rank",
                 whole_replicas: "noises parameter gradients",
