@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
 from functools import lru_cache
 from typing import ClassVar, Literal
 
@@ -30,7 +29,7 @@ class WarmFactors(Compressor):
 
     family: ClassVar[Family] = "low_rank"
     feedback: ClassVar[Feedback] = "needed"
-    _product: ClassVar[Callable[[Tensor, Tensor], Tensor]] = staticmethod(torch.matmul)
+    _product: ClassVar[staticmethod[[Tensor, Tensor], Tensor]] = staticmethod(torch.matmul)
     _basis_Dl: Tensor | None = None
 
     @abstractmethod
