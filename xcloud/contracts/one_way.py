@@ -22,14 +22,6 @@ SUMS = ("loss_sum", "weight", "samples", "tokens", *COUNTS)
 out counts as 0."""
 
 
-def precision_recall(sums: Mapping[str, float]) -> dict[str, float]:
-    """Return precision and recall of COUNTS; each is missing if its denominator is 0."""
-    hits, wrong, missed = (sums[name] for name in COUNTS)
-    denominators = {"precision": hits + wrong, "recall": hits + missed}
-    # A denominator of 0 leaves the score out, as 0 would be a score.
-    return {name: hits / below for name, below in denominators.items() if below}
-
-
 @dataclass(frozen=True)
 class Fed:
     """One batch for one rank of the consumer.

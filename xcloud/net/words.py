@@ -16,7 +16,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import IntEnum
 from functools import partial
@@ -183,28 +183,28 @@ class _JoinedLine:
         return decode(buffer, f"rank {self._peer}")
 
 
+@dataclass(eq=False)
 class WordsToFirst(Words):
     """The words of any rank but the first."""
 
-    def __init__(self, join: Callable[[], WordLine], rank: int, within_s: float) -> None:
-        self._join = join
-        self._rank = rank
-        self._within_s = within_s
-        self._line: WordLine | None = None
-        self._own: dict[str, str] = {}
+    join: Callable[[], WordLine]
+    rank: int
+    within_s: float
+    _line: WordLine | None = None
+    _own: dict[str, str] = field(default_factory=dict)
 
     def send_text(self, name: str, text: str) -> None:
         self._own[name] = text
         self._carried(lambda line: line.send(ControlMessage(WordKind.TELL, name, text)), name=name)
 
     def receive_text(self, name: str, rank: int) -> str:
-        if rank == self._rank:
+        if rank == self.rank:
             return self._own[name]
         assert rank == 0, "ranks receive texts of each other from rank 0"
 
         def ask(line: WordLine) -> str:
             line.send(ControlMessage(WordKind.ASK, name))
-            answer = line.receive(timedelta(seconds=self._within_s))
+            answer = line.receive(timedelta(seconds=self.within_s))
             if answer.kind is not WordKind.ANSWER or answer.name != name:
                 raise FrameError(f"rank 0 answered {answer.name!r:.80} when asked for {name!r}")
             return answer.text
@@ -215,12 +215,12 @@ class WordsToFirst(Words):
         try:
             # At the first message, so that a rank which has nothing to say waits for nobody.
             if self._line is None:
-                self._line = self._join()
+                self._line = self.join()
             return call(self._line) or ""
         except RuntimeError as error:
             if any(sign in str(error).lower() for sign in ("timed out", "timeout")):
                 raise LinkTimeout(
-                    f"rank 0 has not come in {self._within_s:g} s (cluster.liveness.join_within_s)"
+                    f"rank 0 has not come in {self.within_s:g} s (cluster.liveness.join_within_s)"
                 ) from None
             raise LinkClosed(f"rank 0 ended while this rank waited for its {name!r}") from None
 

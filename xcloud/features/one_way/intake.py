@@ -18,7 +18,7 @@ from xcloud.base.errors import FrameError, LinkError
 from xcloud.comm.state import State as Saved
 from xcloud.comm.state import StatefulTree
 from xcloud.comm.step_clock import StepClock
-from xcloud.contracts.one_way import precision_recall
+from xcloud.contracts.one_way import COUNTS
 from xcloud.features.one_way.feed import ConsumptionPlan, Order, Presence, Round, packed, unpacked
 from xcloud.features.one_way.job import OneWayExperiment
 from xcloud.features.one_way.layout import OneWayLayout
@@ -385,7 +385,10 @@ class Intake:
             event["tokens"] = round(sums["tokens"])
             if not is_skipped:
                 event["loss"] = sums["loss_sum"] / sums["weight"]
-                event["values"] = precision_recall(sums)
+                hits, wrong, missed = (sums[name] for name in COUNTS)
+                denominators = {"precision": hits + wrong, "recall": hits + missed}
+                # A denominator of 0 leaves the score out, as 0 would be a score.
+                event["values"] = {name: hits / n for name, n in denominators.items() if n}
         self.reporter.event("step", **event)
         self._other_bytes = other_bytes
         self.used = []
