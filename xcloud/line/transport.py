@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import chain
 from typing import Protocol
 
@@ -145,7 +145,7 @@ class SealedLines:
         self._say = say
         self._on_lost = on_lost
         self._attempts = KnownAttempts()
-        self._ways: dict[int, Way] = {}
+        self._way_to = cache(self._made_way)  # one for all links to a rank
         self.states: dict[int, LineState] = {}  # of the line to each rank
         self._outs: list[StreamOutLink] = []
         self._incoming: list[StreamInLink] = []
@@ -249,11 +249,6 @@ class SealedLines:
             reconnect_s=place.reconnect_s,
             on_lost=self._on_lost,
         )
-
-    def _way_to(self, peer: int) -> Way:
-        if peer not in self._ways:
-            self._ways[peer] = self._made_way(peer)
-        return self._ways[peer]
 
     def _made_way(self, peer: int) -> Way:
         place = self.place
