@@ -78,6 +78,7 @@ class Mailbox(Wan):
 
     url: Address
 
+    in_words = "a mailbox"
     is_metered = False
     between_owners = True
 
@@ -85,9 +86,6 @@ class Mailbox(Wan):
         """Return the time of a message at 1 Mbit/s. An object is there in full or not at all, so
         nothing shows that it moves. A sender that has died is noticed by its heartbeats."""
         return 8 * num_bytes / SLOWEST_BITS_PER_S
-
-    def describe(self) -> str:
-        return "a mailbox"
 
 
 def local_folder(url: str) -> str | None:

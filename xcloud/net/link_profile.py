@@ -34,6 +34,8 @@ class Wan:
     advice: ClassVar[str] = (
         "a profile of conf/cluster/wan is chosen with a slash, such as cluster/wan=oregon_tokyo"
     )
+    in_words: ClassVar[str] = "the network as it is"
+    """The line as tables and messages name it, unless its settings say more (`describe`)."""
     emulated: ClassVar[bool] = False
     """Whether the sender's clock says when a message arrives."""
     is_metered: ClassVar[bool] = True
@@ -54,28 +56,24 @@ class Wan:
         return 0.0
 
     def describe(self) -> str:
-        return "the network as it is"
+        return self.in_words
 
 
 class FreeWan(Wan):
     """A line without a limit; messages are still framed, compressed and counted
     (cluster/wan=free)."""
 
+    in_words = "no limit"
     is_metered = False
     has_numbers = True
-
-    def describe(self) -> str:
-        return "no limit"
 
 
 class SealedWan(Wan):
     """A line between the clouds of several owners: sealed, and dialled again after a cut
     (cluster/wan=sealed)."""
 
+    in_words = "sealed lines between owners"
     between_owners = True
-
-    def describe(self) -> str:
-        return "sealed lines between owners"
 
 
 _ALLOWED_TRANSFERS = 10

@@ -52,10 +52,6 @@ class RankGroup:
         return self.ranks.index(self.rank)
 
     @property
-    def group_size(self) -> int:
-        return len(self.ranks)
-
-    @property
     def leader(self) -> int:
         """The rank that speaks for the group."""
         return self.ranks[0]

@@ -53,7 +53,7 @@ class OverlappedSums(Hook):
         self._left: dict[int, int] = {}  # backwards of each stage, of this update
         self._order: list[_Bucket] = []
         for stage in sorted(buffers, reverse=True):
-            if groups[stage].group_size > 1 and not buffers[stage].is_sharded:
+            if len(groups[stage].ranks) > 1 and not buffers[stage].is_sharded:
                 self._add(stage, buffer=buffers[stage], bucket_bytes=bucket_bytes)
         self._num_started = 0
         self._waits: list[tuple[int, Callable[[], object]]] = []

@@ -263,7 +263,7 @@ class Evaluator(Hook):
             note_trackable(run_dir, **{SAMPLES_FILE: may_show})
             # Only a rank that holds a full model alone writes text: of several ranks, each would
             # have to see it.
-            is_alone = self.pipeline.num_stages == 1 and self.groups[0].group_size == 1
+            is_alone = self.pipeline.num_stages == 1 and len(self.groups[0].ranks) == 1
             writes = is_alone and type(self.pipeline.stages[0]).follow is not Stage.follow
             if split == "test" and step and writes:
                 samples = self.data.sample_outputs(split, scores, count=5, follow=self._follow)

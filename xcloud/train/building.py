@@ -299,7 +299,7 @@ def _changing(built: BuiltRank, features: Features, trainer: Trainer, meter: Hoo
     """Return the hooks that act on an update, and have a state."""
     wiring = built.wiring
     sums = None
-    shares_stages = any(group.group_size > 1 for group in wiring.groups.values())
+    shares_stages = any(len(group.ranks) > 1 for group in wiring.groups.values())
     # Sums over a stage's ranks begin while the last backward still runs, unless somebody wants
     # each micro-batch's own gradient first.
     if shares_stages and not any(feature.changes_each_gradient for feature in features):

@@ -172,7 +172,7 @@ class ProducerRun(StatefulTree):
         """
         is_stopped = False
         # With one rank, or nothing to learn, no other rank waits for a batch that is left out.
-        averages = self._buffer is not None and self._rank.group.group_size > 1
+        averages = self._buffer is not None and len(self._rank.group.ranks) > 1
         while True:
             with self._clock.during("wait"):
                 order = self._rank.orders.next(may_drop=not averages)
@@ -234,8 +234,8 @@ class ProducerRun(StatefulTree):
         if self._buffer is not None:
             with self._clock.during("average"):
                 summed = self._buffer.sum_over(group, loss=torch.tensor(fed.loss))
-                self._buffer.gradients.mul_(1.0 / group.group_size)
-                loss = float(summed) / group.group_size
+                self._buffer.gradients.mul_(1.0 / len(group.ranks))
+                loss = float(summed) / len(group.ranks)
             is_finite = self._buffer.has_finite_squares()  # of the sums, so alike in all ranks
         if not is_finite:
             what = f"the loss or gradient of batch {number} of producer {self.name!r}"

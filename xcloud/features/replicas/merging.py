@@ -265,7 +265,7 @@ def gather_shares(
     mine: this rank's share; empty without one.
     like: a tensor of the same dtype and device.
     """
-    if group.group_size == 1:
+    if len(group.ranks) == 1:
         return list(zip(shares[0], mine, strict=True))
     # Gathered, not summed: adding zeros would change the sign of a zero.
     sizes = [[piece.shape.numel() for piece in share] for share in shares]
