@@ -285,8 +285,9 @@ class ToyModelOnAFullDisk(ToyModel):
 
 
 class ToyStageWithStart(ToyStage):
-    def hand_over(self) -> tuple[Tensor, ...]:
-        return (torch.ones(2),)
+    def __init__(self, model: ToyModel, stage: int, num_stages: int) -> None:
+        super().__init__(model, stage, num_stages)
+        self.handed_over = (torch.ones(2),)
 
     def take_over(self, tensors: tuple[Tensor, ...]) -> None:
         assert tensors[0].tolist() == [1.0, 1.0]

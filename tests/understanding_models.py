@@ -80,7 +80,7 @@ def build(
     places = [at if n == 0 else hidden for n in range(num_stages)]
     places[-1] = replace(places[-1], head=head)
     stages = [split_model.build_stage(n, num_stages, place) for n, place in enumerate(places)]
-    if handed_over and (tensors := stages[0].hand_over()):
+    if handed_over and (tensors := stages[0].handed_over):
         stages[1].take_over(tensors)
     return stages
 

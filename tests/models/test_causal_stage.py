@@ -170,7 +170,7 @@ def stages_of(model: CausalLM, folder: Path, num: int = 2) -> list[CausalStage]:
     """As they are when training begins."""
     place = replace(at(folder), vocabularies={"text": IDS})
     stages: list[Stage] = [model.build_stage(n, num, place) for n in range(num)]
-    if handed := stages[0].hand_over():
+    if handed := stages[0].handed_over:
         stages[1].take_over(handed)
     return [stage for stage in stages if isinstance(stage, CausalStage)]
 
@@ -202,7 +202,7 @@ def test_what_crosses_is_narrow_and_starts_at_the_principal_components(
     sent = through(stages, batch)
     assert sent is not None and sent["hidden"].shape[1] == 5
     assert boundary.fields[2].features == (5,) and boundary.fields[2].replaces == WIDTH
-    shapes = [tuple(tensor.shape) for tensor in stages[0].hand_over()]
+    shapes = [tuple(tensor.shape) for tensor in stages[0].handed_over]
     assert shapes == [spec.shape for spec in boundary.start]
     assert bool(shapes) is (calibration == "own")
 

@@ -111,11 +111,11 @@ def test_the_basis_of_private_text_is_handed_over_once_and_that_of_public_text_n
     promised = own.boundary(0, 2, 16).start
 
     assert public.boundary(0, 2, 16).start == ()
-    assert tuple(TensorSpec.of(tensor) for tensor in bottom.hand_over()) == promised
+    assert tuple(TensorSpec.of(tensor) for tensor in bottom.handed_over) == promised
     assert not top.state_dict()["layers.cut.linear.weight"].any(), "it sees no text to measure"
-    top.take_over(bottom.hand_over())
+    top.take_over(bottom.handed_over)
     weight = top.state_dict()["layers.cut.linear.weight"]
-    assert torch.equal(weight, bottom.hand_over()[0])
+    assert torch.equal(weight, bottom.handed_over[0])
     assert weight.shape == alone.state_dict()["layers.cut.linear.weight"].shape
 
 

@@ -74,7 +74,7 @@ class Stage(nn.Module, ABC):
     ) -> None:
         super().__init__()
         self.architecture: Architecture = dict(architecture or {})
-        self._handed_over = handed_over
+        self.handed_over = handed_over
         self._frozen = frozen
 
     @property
@@ -84,9 +84,6 @@ class Stage(nn.Module, ABC):
 
     def train(self, mode: bool = True) -> Self:
         return super().train(mode and not self._frozen)
-
-    def hand_over(self) -> tuple[Tensor, ...]:
-        return self._handed_over
 
     def take_over(self, tensors: tuple[Tensor, ...]) -> None:
         """Take over what the stage before handed over. Called only where its boundary has a

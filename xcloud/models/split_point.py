@@ -1,7 +1,7 @@
 """Where and how an encoder or a decoder is cut so that few features of a row cross: the settings,
 the projections at the boundary, and the basis that they start from. On public text every cloud
 with the checkpoint estimates it alone; on the owner's text the owner does and sends the other
-cloud its half (Stage.hand_over). The cut inside a block is low_rank_split.py's.
+cloud its half (Stage.handed_over). The cut inside a block is low_rank_split.py's.
 
 Shapes: R rows (tokens that are not padding), H features, K = rank features that cross, P anchor
 positions.

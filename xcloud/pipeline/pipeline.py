@@ -372,7 +372,7 @@ def hand_over(stages: Mapping[int, Stage], ports: Mapping[int, BoundaryPorts]) -
             for giver in before.forward_in.values():  # every rank before hands over the same
                 module.take_over(giver.recv_start(before.boundary.start))
         if after is not None and after.boundary.start:
-            handed = tuple(tensor.detach() for tensor in module.hand_over())
+            handed = tuple(tensor.detach() for tensor in module.handed_over)
             specs = tuple(TensorSpec.of(tensor) for tensor in handed)
             assert specs == after.boundary.start, (specs, after.boundary.start)
             for taker in after.forward_out.values():
