@@ -266,13 +266,15 @@ def test_the_codecs_of_all_choices_are_measured_before_the_first_step() -> None:
     compression = job.compression
     assert isinstance(compression, Selectable)
     transform = "transform(2.2)+transform(3.2), averaging int4"
-    assert compression.names == ["none+none", "int8+int8", "int4+int4", transform]
+    assert list(compression.choices) == ["none+none", "int8+int8", "int4+int4", transform]
     assert job.labels.compression == f"autopilot(none+none, int8+int8, int4+int4, {transform})"
     small = build(
         "+exp=abnet_iwslt", "autopilot=on", "compression=int8", "cluster/wan=line_8m",
         "training.batch_size=8",
     )  # fmt: skip
-    assert small.compression.names == ["int8+int8", "int4+int4", transform], "each is there once"
+    assert list(small.compression.choices) == ["int8+int8", "int4+int4", transform], (
+        "each is there once"
+    )
     int8, int4, transformed = forecast_of(small, torch.device("cpu")).codecs  # type: ignore[arg-type]
     for way in BOTH_WAYS:
         assert 0.4 < int4[way].num_bytes / int8[way].num_bytes < 0.6

@@ -276,13 +276,13 @@ def test_attempts_that_fail_come_at_longer_intervals_until_one_has_carried(
 
 def test_a_cloud_that_greets_by_another_attempt_has_begun_again() -> None:
     attempts = KnownAttempts()
-    assert attempts.of("b") == 0 and not attempts.began_again
+    assert not attempts.known and not attempts.began_again
     attempts.note("b", 5)
     attempts.note("b", 5)
     attempts.note("c", 6)
     with pytest.raises(LinkClosed, match="b has begun the run again"):
         attempts.note("b", 6)
-    assert (attempts.of("b"), attempts.of("c")) == (5, 6)  # the new one is nobody's here
+    assert attempts.known == {"b": 5, "c": 6}  # the new one is nobody's here
     attempts.check("c")
     attempts.began_again.add("c")
     for cloud in ("b", "c"):

@@ -88,7 +88,7 @@ def test_who_dials_says_how_many_connections_and_which_attempt_it_knows(
         assert (made.tls, made.of, made.expected) == (greeted, of, 4)
         assert made.round_trip_s == pytest.approx(0.1)
         assert greeted.greeting == WANTED._replace(of=of, known=known)
-        assert not greeted.is_closed and attempts.of("cloud_a") == 9
+        assert not greeted.is_closed and attempts.known["cloud_a"] == 9
     greeted = Greeted(encode_hello(ANSWER._replace(of=3)))
     fixed = WANTED._replace(of=3)
     assert dialled(greeted, monkeypatch, attempts, is_bulk=True, wanted=fixed).of == 3

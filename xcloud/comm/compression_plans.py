@@ -234,10 +234,6 @@ class Selectable(CompressionPlan):
         self._chosen_by = chosen_by
 
     @property
-    def names(self) -> list[str]:
-        return list(self.choices)
-
-    @property
     def by_step(self) -> Sequence[tuple[int | None, Compression]]:
         return [(None, choice) for choice in self.choices.values()]
 

@@ -102,18 +102,15 @@ class KnownAttempts:
 
     began_again: set[str] = field(default_factory=set)
     """The clouds that have begun the run again."""
-    _known: dict[str, int] = field(default_factory=dict)
+    known: dict[str, int] = field(default_factory=dict)
+    """The attempt of each cloud that is known."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def of(self, cloud: str) -> int:
-        """Return the known attempt of a cloud; 0 for none."""
-        return self._known.get(cloud, 0)
 
     def note(self, cloud: str, attempt: int) -> None:
         """Note an attempt of a cloud that knows this rank's. Raises LinkClosed where it is not
         the one that is known."""
         with self._lock:
-            if self._known.setdefault(cloud, attempt) != attempt:
+            if self.known.setdefault(cloud, attempt) != attempt:
                 self.began_again.add(cloud)
         self.check(cloud)
 
@@ -159,7 +156,7 @@ class Dialler(Way):
         round_trip_s = time.monotonic() - started_s
         # 0: the first connection of the stream. Only this end knows a round trip, so it chooses.
         of = wanted.of or (num_connections(round_trip_s) if is_bulk else 1)
-        said = wanted._replace(of=of, known=self._attempts.of(self._cloud))
+        said = wanted._replace(of=of, known=self._attempts.known.get(self._cloud, 0))
         try:
             tls.settimeout(HELLO_S)
             tls.sendall(encode_hello(said))
@@ -234,7 +231,7 @@ class Listener(Way):
         self._arrived: dict[tuple[StreamName, int], tuple[ssl.SSLSocket, Hello]] = {}
         self._attempts = attempts or KnownAttempts()
         self.told = set[str]()
-        self._known = set[str]()  # addresses from which a peer has come
+        self.known = set[str]()  # addresses from which a peer has come
         self._is_closed = False
         self.door: Door | RelayDoor
         if isinstance(address, Meeting):
@@ -248,7 +245,7 @@ class Listener(Way):
             label=tls.label,
             greet=self._greet,
             on_refused=on_refused,
-            is_known=self._known.__contains__,
+            is_known=self.known.__contains__,
         )
 
     def close(self) -> None:
@@ -317,8 +314,8 @@ class Listener(Way):
             tls, cloud = self._tls.accept(plain)
             # An address that a peer with a valid certificate came from gives way last in a crowd.
             # Bounded, as a peer may come from ever new addresses.
-            if len(self._known) < _MAX_KNOWN:
-                self._known.add(host)
+            if len(self.known) < _MAX_KNOWN:
+                self.known.add(host)
             try:
                 self._hand_over(tls, cloud=cloud)
             except BaseException:
@@ -372,7 +369,7 @@ class Listener(Way):
         is_awaited = (hello.stream, hello.connection) in self._awaited
         # The attempt of a cloud becomes known by a greeting that this rank waits for, and by no
         # other.
-        if not is_awaited and not self._attempts.of(cloud):
+        if not is_awaited and not self._attempts.known.get(cloud):
             return HelloRefusal.NOT_YET
         try:
             self._attempts.note(cloud, hello.attempt)

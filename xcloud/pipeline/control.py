@@ -171,10 +171,6 @@ class Control:
     """What is called with each message about a checkpoint and who sent it, in a link's thread. It
     is set before the first step: nobody sends any until then."""
 
-    @property
-    def peers(self) -> list[int]:
-        return sorted(self.out)
-
     def barrier(
         self, ranks: Collection[int] | None = None, number: int = 0, claim: bool = False
     ) -> int:

@@ -26,12 +26,13 @@ def check_choices(job: PipelineJob, own: PipelineJob, by: str) -> None:
     compression = job.compression
     assert isinstance(compression, Selectable)
     # One number names both, as rank 0 sends one byte.
-    num_choices = len(schedules) * len(compression.choices)
+    names = [*compression.choices]
+    num_choices = len(schedules) * len(names)
     if not 2 <= num_choices <= MAX_CHOICES:
         raise ConfigError(
             f"{by} has {len(schedules)} schedules ({schedules[0].label}, ...) times "
-            f"{len(compression.choices)} compressions ({compression.names[0]}, ...) to choose "
-            f"from, the run's own included; there must be 2 to {MAX_CHOICES} together"
+            f"{len(names)} compressions ({names[0]}, ...) to choose from, the run's own included; "
+            f"there must be 2 to {MAX_CHOICES} together"
         )
     counts = {schedule.num_micro_batches for schedule in schedules}
     by_sample = compression.has_memory or job.training.activation_cache_mb

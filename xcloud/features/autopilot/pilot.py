@@ -209,7 +209,7 @@ class RunPilot(Switching):
         )
 
     def _tell(self, step: int, choice: int, predicted_s: Sequence[float], by: Measured) -> None:
-        names = self._compression.names
+        names = list(self._compression.choices)
         if len(self._schedules) > 1:
             names = [f"{name}, {s.label}" for s in self._schedules for name in names]
         before = self._in_force.choice

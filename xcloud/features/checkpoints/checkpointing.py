@@ -264,7 +264,7 @@ class Checkpointer(Hook):
 
     @property
     def _others(self) -> frozenset[int]:
-        peers = frozenset(self._control.peers if self._control is not None else ())
+        peers = frozenset(self._control.out if self._control is not None else ())
         return peers if self._among is None else peers & frozenset(self._among)
 
     def _tell(self, peer: int, step: int, message: CheckpointMessage) -> None:
