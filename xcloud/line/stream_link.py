@@ -137,7 +137,7 @@ class StreamOutLink(SendingEnd):
 
     def _next_frame(self) -> Tensor | None:
         """Return the next frame, ready to be sent. Only one thread calls it at a time."""
-        if self._queue.is_empty:
+        if not self._queue.items:
             return None
         # Sealed (checksum, time) as late as this, where it leaves the queue: the main thread
         # computes meanwhile. A time below 0 says when it was sent; one above 0 belongs to an
@@ -217,7 +217,7 @@ class StreamOutLink(SendingEnd):
     @property
     def _is_done(self) -> bool:
         """Return whether all that was sent has arrived."""
-        return self._queue.is_empty and self._outbox.is_empty
+        return not self._queue.items and self._outbox.is_empty
 
     def _acknowledged(self, number: int, num_pieces: int) -> None:
         found = self._outbox.acknowledge(number, num_pieces)
@@ -378,7 +378,7 @@ class StreamInLink(ReceivingEnd):
     @property
     def _has_room(self) -> bool:
         ready = self._ready
-        return ready.num_bytes < _READY_BYTES and ready.num_items < MAX_OPEN_FRAMES
+        return ready.num_bytes < _READY_BYTES and len(ready.items) < MAX_OPEN_FRAMES
 
     def carry(self, connection: Connection, number: int) -> None:
         receiving = _Receiving(connection, connections=self._connections)

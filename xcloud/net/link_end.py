@@ -67,7 +67,7 @@ class ByteQueue(Generic[T]):
 
     def __init__(self, max_bytes: int, total: QueuedBytes | None = None) -> None:
         self.max_bytes = max_bytes
-        self._items: deque[tuple[T, int]] = deque()
+        self.items: deque[tuple[T, int]] = deque()  # with the bytes of each
         self.num_bytes = 0  # of the queued items
         self._changed = threading.Condition()
         self._total = total or QueuedBytes()
@@ -87,11 +87,11 @@ class ByteQueue(Generic[T]):
                 # sent else.
                 if not (num_bytes and self.num_bytes):
                     return True
-                return self.num_bytes <= room_bytes and len(self._items) < MAX_QUEUED
+                return self.num_bytes <= room_bytes and len(self.items) < MAX_QUEUED
 
             has_room = self._changed.wait_for(fits, timeout_s)
             if has_room:
-                self._items.append((item, num_bytes))
+                self.items.append((item, num_bytes))
                 self.num_bytes += num_bytes
                 self._total.add(num_bytes)
                 self._changed.notify_all()
@@ -100,24 +100,16 @@ class ByteQueue(Generic[T]):
     def wait(self, timeout_s: float | None = None) -> bool:
         """Return whether there is an item within timeout_s seconds (None: wait for ever)."""
         with self._changed:
-            return self._changed.wait_for(lambda: bool(self._items), timeout_s)
+            return self._changed.wait_for(lambda: bool(self.items), timeout_s)
 
     def get(self) -> T:
         with self._changed:
             self.wait()
-            item, num_bytes = self._items.popleft()
+            item, num_bytes = self.items.popleft()
             self.num_bytes -= num_bytes
             self._total.add(-num_bytes)
             self._changed.notify_all()
             return item
-
-    @property
-    def is_empty(self) -> bool:
-        return not self._items
-
-    @property
-    def num_items(self) -> int:
-        return len(self._items)
 
 
 def ignore(*reported: object) -> None:
@@ -238,7 +230,7 @@ class SendingEnd(ABC):
             return
         try:
             # What waits here is a heartbeat itself as soon as it arrives.
-            if not self._is_closing and self._queue.is_empty:
+            if not (self._is_closing or self._queue.items):
                 self._send(MessageKey(Kind.ALIVE), parts=parts, carries=carries)
         finally:
             self._sending.release()
