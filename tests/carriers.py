@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore
 
-from tests.line_links import LABEL, RUN, Proxy, dialler, listener, relay_running, stream
+from tests.line_links import LABEL, RUN, Proxy, dialler, listener, relay_running, stop, stream
 from tests.nightly import NIGHTLY
 from tests.owners import folder_of_keys, keys_of
 from tests.s3_server import BUCKET, needs_s3, s3_server
@@ -225,7 +225,7 @@ class Sealed(Carrier):
         if (end == "out") is self.out_listens and self._listener is not None:
             self._listener.close()
             self._listener = None
-        killed._connections.stop()
+        killed.connections.stop()
         self._proxy.reset()
 
     @contextmanager
@@ -261,7 +261,7 @@ class Sealed(Carrier):
             self._listener.close()
         for end in (self.out, self.incoming):
             if isinstance(end, StreamOutLink | StreamInLink):
-                end.stop()
+                stop(end)
 
 
 class SealedFromDialler(Sealed):

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from tests.owners import keys_of
+from xcloud.base.errors import LinkClosed
 from xcloud.launch.relay import Bounds, Relay
 from xcloud.line.connection import Stream
 from xcloud.line.hello import StreamName
@@ -160,7 +161,7 @@ class Ends(NamedTuple):
     def close(self, timeout_s: float = 20.0) -> None:
         self.out.close(timeout_s)
         self.incoming.close(timeout_s)
-        assert self.incoming.join(10.0)
+        assert self.incoming.connections.join(10.0)
 
 
 NAME = StreamName("forward 0", "cloud_a", sender=0, receiver_cloud="cloud_b", receiver=1)
@@ -229,6 +230,14 @@ def dialler(port: int, me: str = "cloud_b", peer: str = "cloud_a") -> Dialler:
     return Dialler(("127.0.0.1", port), peer, PinnedTls(keys_of(me, [peer]), LABEL))
 
 
+def stop(*ends: StreamOutLink | StreamInLink) -> None:
+    """End links at once, whatever is under way."""
+    for end in ends:
+        end.connections.stop()
+        if isinstance(end, StreamInLink):
+            end.fail(LinkClosed("this rank has ended"))
+
+
 @contextmanager
 def linked(
     out_listens: bool = True,
@@ -264,5 +273,4 @@ def linked(
     finally:
         proxy.close()
         listens.close()
-        out.stop()
-        incoming.stop()
+        stop(out, incoming)

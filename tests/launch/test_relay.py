@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from benchmarks.namespaces import available, several_hosts, without_route
-from tests.line_links import LABEL, NAME, listener, relay_running, stream
+from tests.line_links import LABEL, NAME, listener, relay_running, stop, stream
 from tests.owners import CLOUDS, TwoOwners, copy_keys, keys_of, relay_at
 from tests.runs import ROOT, free_port, in_threads, losses, wait_for, weights
 from tests.toy import toy_config
@@ -240,8 +240,7 @@ def link_over(dials: int, listens: int, **changed: Any) -> Iterator[tuple[Stream
         yield out, incoming
     finally:
         waits.close()
-        out.stop()
-        incoming.stop()
+        stop(out, incoming)
 
 
 def test_a_link_over_a_relay_that_is_ended_and_begins_again_loses_nothing() -> None:

@@ -29,6 +29,7 @@ from tests.line_links import (
     dialler,
     linked,
     listener,
+    stop,
     stream,
 )
 from tests.nightly import NIGHTLY, first_daily
@@ -184,15 +185,15 @@ def test_room_in_the_window_wakes_a_connection_that_may_use_it() -> None:
         out = ends.out
         wait_for(lambda: out._idle == {0, 1}, seconds=10.0)
         woken = list[int]()
-        wake = out._connections.wake
+        wake = out.connections.wake
         out._outbox.bytes_per_s = 1.0
         ends.state.round_trip_s = 0.1
-        out._connections.wake = woken.append  # type: ignore[assignment, method-assign]
+        out.connections.wake = woken.append  # type: ignore[assignment, method-assign]
         out._acknowledged(1, num_pieces=0)
         assert woken == [0]
         out._acknowledged(0, num_pieces=0)  # its own thread goes on to look for a piece
         assert woken == [0]
-        out._connections.wake = wake  # type: ignore[method-assign]
+        out.connections.wake = wake  # type: ignore[method-assign]
         sending = send_all(out, parts)
         check_all(ends.incoming, parts)
         sending.join()
@@ -326,7 +327,7 @@ def test_an_attempt_that_took_long_is_followed_by_the_next_one_at_once(
     way: Any = SimpleNamespace(connect=connect, leave=ignore)
     out = StreamOutLink(stream(way, first_within_s=1e9), OutSettings("receiver", 1000))
     assert tried.acquire(timeout=10) and tried.acquire(timeout=10)
-    out.stop()
+    stop(out)
 
 
 def test_a_line_that_only_rests_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,7 +375,7 @@ def test_a_line_is_down_from_its_cut_on_however_long_it_was_up() -> None:
             ends.out.send(key(number), (torch.ones(3),))
             ends.incoming.recv(key(number), 20.0)
             for end in (ends.out, ends.incoming):
-                course = end._connections.course
+                course = end.connections.course
                 wait_for(lambda course=course: bool(course._carrying))
                 course._since_s -= 100  # that long ago
             proxy.reset()
@@ -474,7 +475,7 @@ def test_a_dialler_may_want_another_number_until_something_was_carried(
     incoming = StreamInLink(stream(dialler(listens.port)), InSettings("sender", 1 << 20))
     out.send(key(0), (torch.ones(3),))
     incoming.recv(key(0), 20.0)
-    assert out._connections._of == incoming._connections._of == 1
+    assert out.connections._of == incoming.connections._of == 1
     out.close(20.0)
     incoming.close(20.0)
     listens.close()
@@ -540,7 +541,7 @@ def test_a_receiver_stays_for_a_sender_that_has_not_heard_that_all_has_come(
     with linked(out_listens=False) as (ends, proxy):
         ends.out.send(key(0), (torch.ones(3),))
         ends.incoming.recv(key(0), 20.0)
-        wait_for(lambda: bool(ends.out._connections.course._carrying))
+        wait_for(lambda: bool(ends.out.connections.course._carrying))
         proxy.held_to = "dialler"
         closing = threading.Thread(target=ends.out.close, args=(20.0,), daemon=True)
         closing.start()
@@ -553,7 +554,7 @@ def test_a_receiver_stays_for_a_sender_that_has_not_heard_that_all_has_come(
         proxy.refuses = False
         closing.join(20.0)
         assert not closing.is_alive() and ends.out._failure is None
-        assert ends.incoming.join(10.0)
+        assert ends.incoming.connections.join(10.0)
 
 
 # Who is let in
@@ -764,7 +765,7 @@ def test_the_other_cloud_hears_of_ranks_that_start_again_before_they_are_there(
     incoming = lives.incoming("forward", 0, InSettings("a", 1 << 20, LinkWindow()))
     out.send(key(0), (torch.ones(3),))
     incoming.recv(key(0), 20.0)
-    out.stop()
+    stop(out)
     if dies.listener is not None:
         dies.listener.close()
 
@@ -1064,7 +1065,7 @@ def test_a_piece_that_comes_twice_changes_nothing() -> None:
     with pytest.raises(LinkTimeout):
         incoming.recv(key(1), 0.2)
     peer.close()
-    incoming.stop()
+    stop(incoming)
     listens.close()
 
 

@@ -97,28 +97,24 @@ class StreamOutLink(SendingEnd):
         self._close_taken = False
         self._is_abandoned = False
         self._stream = stream
-        self._connections = Connections(
+        self.connections = Connections(
             end=self,
             stream=stream,
             peer=settings.peer,
             is_bulk=settings.capacity_bytes >= _BULK_BYTES,
         )
-        self._connections.start()
+        self.connections.start()
 
     def close(self, timeout_s: float) -> None:
         with self._sending:
             self._send_closes(1)
         self._await_end(self.over.wait, timeout_s, failing="did not take the last messages")
-        self._connections.join(SPEAK_EVERY_S)
-
-    def stop(self) -> None:
-        """End at once, whatever is under way."""
-        self._connections.stop()
+        self.connections.join(SPEAK_EVERY_S)
 
     def abandon(self) -> None:
         """Tell the receiver that nothing more comes, although the link is not closed."""
         self._is_abandoned = True
-        self._connections.wake()
+        self.connections.wake()
 
     def _put(self, item: Outgoing) -> None:
         super()._put(item)
@@ -133,7 +129,7 @@ class StreamOutLink(SendingEnd):
         """Wake the first connection that has nothing to do: small messages all go over one."""
         number = min(tuple(self._idle), default=None)
         if number is not None and self._is_needed(number):
-            self._connections.wake(number)
+            self.connections.wake(number)
 
     def _next_frame(self) -> Tensor | None:
         """Return the next frame, ready to be sent. Only one thread calls it at a time."""
@@ -169,7 +165,7 @@ class StreamOutLink(SendingEnd):
         self._idle.discard(number)
         # What was not acknowledged on it goes out over the others, which are woken for that.
         self._outbox.cut(number, sent_bytes=sent_bytes)
-        self._connections.wake()
+        self.connections.wake()
 
     def carry(self, connection: Connection, number: int) -> None:
         # Runs in the thread of one connection. Reading comes first: an acknowledgement makes room,
@@ -226,7 +222,7 @@ class StreamOutLink(SendingEnd):
         # A line carries once data were acknowledged. An answer counts only while there is nothing
         # to send: questions are short enough to pass where a whole packet does not.
         if found.num_bytes or (found.num_answers and self._is_done):
-            self._connections.course.carries(number)
+            self.connections.course.carries(number)
         self._settings.peer.mark_alive()
         if not self._is_needed(number):
             self._wake_one()  # there may be room now, which this connection does not use
@@ -238,7 +234,7 @@ class StreamOutLink(SendingEnd):
         """Send that the stream has ended, and wait a moment until the receiver has got it: closed
         at once the connection may be reset, and the receiver not know."""
         connection.queue(END)
-        self._connections.course.linger_until_s = time.monotonic()
+        self.connections.course.linger_until_s = time.monotonic()
         self.over.set()
         place = memoryview(bytearray(ACKNOWLEDGEMENT.size))
         until_s = time.monotonic() + SPEAK_EVERY_S
@@ -306,23 +302,14 @@ class StreamInLink(ReceivingEnd):
             deliver=lambda frame: self._ready.put(frame, frame.numel(), max_bytes=sys.maxsize),
         )
         self._stream = stream
-        self._connections = Connections(
+        self.connections = Connections(
             end=self,
             stream=stream,
             peer=settings.peer,
             is_bulk=settings.capacity_bytes >= _BULK_BYTES,
         )
-        self._connections.start()
+        self.connections.start()
         threading.Thread(target=self._open_all, name=f"from-{self.peer_name}", daemon=True).start()
-
-    def join(self, timeout_s: float) -> bool:
-        """Wait until the sender knows that all has arrived. Return whether it does."""
-        return self._connections.join(timeout_s)
-
-    def stop(self) -> None:
-        """End at once, whatever is under way."""
-        self._connections.stop()
-        self.fail(LinkClosed("this rank has ended"))
 
     def hello(self) -> Hello:
         return self._stream.hello(self._assembly.expected)
@@ -347,14 +334,14 @@ class StreamInLink(ReceivingEnd):
                 # second.
                 if self._awaits_room and self._has_room:
                     self._awaits_room = False
-                    self._connections.wake()
+                    self.connections.wake()
                 if isinstance(found, LinkError):
                     raise found
                 frame = self._open(found)
                 if frame.key.kind is Kind.CLOSE:
                     # The last acknowledgement may be lost, so the connections answer for a while
                     # longer.
-                    self._connections.course.linger_until_s = time.monotonic() + LINGER_S
+                    self.connections.course.linger_until_s = time.monotonic() + LINGER_S
                     return self._leave()
                 self._deliver(frame)
                 del found, frame  # not held until the next message
@@ -364,7 +351,7 @@ class StreamInLink(ReceivingEnd):
             self._lose(LinkClosed(f"the link from {self.peer_name} broke: {error!r}"))
 
     def _lose(self, reason: LinkError) -> None:
-        self._connections.stop()
+        self.connections.stop()
         self._end(reason)
         self._on_lost(reason)
 
@@ -381,7 +368,7 @@ class StreamInLink(ReceivingEnd):
         return ready.num_bytes < _READY_BYTES and len(ready.items) < MAX_OPEN_FRAMES
 
     def carry(self, connection: Connection, number: int) -> None:
-        receiving = _Receiving(connection, connections=self._connections)
+        receiving = _Receiving(connection, connections=self.connections)
         header = memoryview(bytearray(HEADER.size))
         while True:
             while self._is_full():
@@ -397,12 +384,12 @@ class StreamInLink(ReceivingEnd):
                 )
                 receiving.read(place)
                 self._assembly.arrived(frame, number=number_in_frame)
-                self._connections.course.carries(number)
+                self.connections.course.carries(number)
                 # A frame of several pieces: who waits for it gets more time, since it moves.
                 if frame_bytes > PIECE_BYTES:
                     self._settings.note_moving()
             elif number_in_frame == ASK_NUMBER:
-                self._connections.course.carries(number)
+                self.connections.course.carries(number)
             elif number_in_frame == END_NUMBER:
                 gone = LinkClosed(f"{self.peer_name} has ended without closing its link")
                 return self.fail(gone)  # nobody looks where it has closed it

@@ -187,7 +187,7 @@ class SealedLines:
         for link in self._incoming:
             # A sender whose last acknowledgement was lost dials again to ask for it. If this
             # process were gone by then, that rank would take a finished run for a lost one.
-            link.join(max(0.0, until_s - time.monotonic()))
+            link.connections.join(max(0.0, until_s - time.monotonic()))
 
     def abandon(self) -> None:
         """Report to the peers, as far as they can be reached, that this rank has ended early."""
