@@ -142,9 +142,6 @@ class Moments:
     passages: list[Passage]
     causes: list[Cause] = field(default_factory=list)
 
-    def has_ended(self, program: Program, rank: int) -> bool:
-        return len(self.begin_s[rank]) == len(program.needs[rank])
-
 
 class Lines:
     """The state of all routes during one simulation."""
@@ -204,7 +201,7 @@ def run(
     num_bytes: Sequence[int],
     lines: Sequence[LinkProfile | None],
 ) -> Moments:
-    """Run the program. A rank whose token never comes stops there: see Moments.has_ended.
+    """Run the program. A rank whose token never comes stops there: its `begin_s` is short.
 
     seconds: the seconds of each operation, by rank.
     num_bytes: the size of each parcel in bytes.
