@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-_TWICE_WITHIN_S = 0.5  # a terminal and torchrun may both pass on one Ctrl+C
-
 
 @dataclass(eq=False)
 class StopSignal:
@@ -19,6 +17,8 @@ class StopSignal:
     SIGUSR1 asks, and in ranks that no launcher watches (torchrun) all signals to stop do. While
     nothing can be saved, and for the second time, the process ends at once.
     """
+
+    _TWICE_WITHIN_S = 0.5  # a terminal and torchrun may both pass on one Ctrl+C
 
     is_armed: bool = False
     is_reported: bool = False  # to rank 0
@@ -49,7 +49,7 @@ class StopSignal:
             now_s = time.monotonic()
             # A handler runs in the main thread between two bytecodes, so it only notes the
             # request: whoever asks `was_asked` next ends in order.
-            again = now_s - (self._asked_at_s or now_s) > _TWICE_WITHIN_S
+            again = now_s - (self._asked_at_s or now_s) > self._TWICE_WITHIN_S
             if again or not self.is_armed:
                 self.before_exit()
                 os._exit(128 + number if again else exit_code)
