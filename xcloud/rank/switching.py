@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from xcloud.base.errors import ConfigError
 from xcloud.comm.compression_plans import Selectable, Selection
-from xcloud.comm.state import MEMORY, State, StatefulTree, StateTree
+from xcloud.comm.state import MEMORY, State, Stateful, StatefulTree, StateTree
 from xcloud.job.job import PipelineJob
 from xcloud.pipeline.hook import Hook
 from xcloud.pipeline.trainer import Trainer
@@ -79,7 +79,11 @@ class Switching(Hook):
 
     def children(self) -> StateTree:
         """With another compression or cluster it begins again with its first choice."""
-        return {MEMORY: {"switches": self._selection, "in force": self._in_force}}
+        return {MEMORY: self._remembered()}
+
+    def _remembered(self) -> dict[str, Stateful | None]:
+        """Return what is kept, by name. A subclass adds what it keeps besides."""
+        return {"switches": self._selection, "in force": self._in_force}
 
     def load_state_dict(self, state: State) -> None:
         super().load_state_dict(state)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from xcloud.base.errors import FrameError
 from xcloud.comm.channel import Boundary
 from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import Selectable
-from xcloud.comm.state import MEMORY, StateTree
+from xcloud.comm.state import Stateful
 from xcloud.features.autopilot.rule import DIRECTIONS, Forecast, Measured, Rule
 from xcloud.job.job import PipelineJob
 from xcloud.net.frame import Kind, MessageKey, Tensors, TensorSpec
@@ -158,9 +158,8 @@ class RunPilot(Switching):
             self._tell(step, choice=choice, predicted_s=predicted_s, by=grown)
         return choice
 
-    def children(self) -> StateTree:
-        own = {"rule": self._rule, "forecast": self.forecast}
-        return {MEMORY: {**cast(StateTree, super().children()[MEMORY]), **own}}
+    def _remembered(self) -> dict[str, Stateful | None]:
+        return {**super()._remembered(), "rule": self._rule, "forecast": self.forecast}
 
     def _is_look(self, step: int) -> bool:
         """Return whether all look at the line after this update.
