@@ -402,7 +402,9 @@ class SweepState:
     ) -> Decision:
         summary = read_summary(self.folder / folder)
         entry = self.points.get(folder, {})
-        changes = [f"config changed since: {_describe(changed)}"] if changed else []
+        parts = [f"{key} {old} -> {new}" for key, (old, new) in changed.items()]
+        shown = ", ".join(parts[:3]) + f" and {len(parts) - 3} more" * (len(parts) > 3)
+        changes = [f"config changed since: {shown}"] if changed else []
         # The commit is for the reader, the fingerprint decides.
         if entry.get("code") != self.code:
             changes.append(f"code changed since: {entry.get('commit')} -> {self.commit}")
@@ -453,8 +455,3 @@ def _free_name(name: str, taken: Collection[str]) -> str:
     # Names are taken by folders of other points, also of earlier commands.
     names = chain([name], (f"{name}-{number}" for number in count(2)))
     return next(free for free in names if free not in taken)
-
-
-def _describe(changed: Changed, most: int = 3) -> str:
-    parts = [f"{key} {old} -> {new}" for key, (old, new) in changed.items()]
-    return ", ".join(parts[:most]) + f" and {len(parts) - most} more" * (len(parts) > most)
