@@ -254,3 +254,46 @@ def test_close_without_any_step_prints_nothing() -> None:
 )
 def test_durations_are_readable(seconds: float, text: str) -> None:
     assert human_duration(seconds) == text
+
+
+QUALITY = {
+    "event": "quality", "split": "test", "step": 9, "values": {"bleu": 31.25, "chrf": 50.0},
+    "errors": {"bleu": 0.5}, "evaluation_s": 42.0, "samples_text": "a -> b\n\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("event", "said"),
+    [
+        ({"event": "start", "cloud": "a", "headline": "GPipe"}, ["a: GPipe"]),
+        ({"event": "start", "cloud": "a", "headline": ""}, []),
+        ({"event": "note", "cloud": "b", "text": "no dropout"}, ["b: no dropout"]),
+        ({"event": "resume", "step": 4}, ["resumes from step 4"]),
+        ({"event": "resume", "step": 0}, ["restarts"]),
+        ({"event": "resume", "step": 4, "steps_again": 1, "changed": ["seed 1 -> 2", "c a -> b"]},
+         ["resumes from step 4; 1 step done before are repeated; changed: seed 1 -> 2, c a -> b"]),
+        ({"event": "resume", "step": 0, "steps_again": 7},
+         ["restarts; 7 steps done before are repeated"]),
+        (QUALITY, ["test at step 9: BLEU 31.25 ± 0.50  chrF 50.00  (42 s)", "a -> b"]),
+        ({**QUALITY, "split": "dev", "evaluation_s": None},
+         ["dev at step 9: BLEU 31.25 ± 0.50  chrF 50.00"]),
+        ({**QUALITY, "step": 0}, ["test at step 0: BLEU 31.25 ± 0.50  chrF 50.00  (42 s)"]),
+        ({"event": "fed", "cloud": "a", "loss": 1.5}, []),
+        ({"event": "unknown"}, []),
+    ],
+)  # fmt: skip
+def test_what_ranks_tell_is_a_line_each(event: dict[str, object], said: list[str]) -> None:
+    stream = io.StringIO()
+    ProgressLine(9, stream=stream).show(event)
+    assert stream.getvalue().splitlines() == said
+
+
+def test_a_phase_is_said_once_though_every_rank_tells_it_and_a_loss_is_in_the_line() -> None:
+    stream = io.StringIO()
+    line = ProgressLine(9, stream=stream)
+    for name in ("training", "training", "evaluation", "training"):
+        line.show({"event": "phase", "name": name})
+    assert stream.getvalue().splitlines() == ["training", "evaluation", "training"]
+    line.show({"event": "fed", "cloud": "b", "loss": 1.5})
+    line.update(totals(1, more={("taken", "a"): 1, ("taken", "b"): 3}))
+    assert "  a (25 %)  b 1.50 (75 %)  " in stream.getvalue()
