@@ -307,7 +307,7 @@ def orders() -> Parser:
     def take(parts: Tensors) -> object:
         book = OrderBook(num_consumers=2, max_waiting=64, max_number=100)
         book.take_orders(frame(parts))
-        return [book.next(False) for _ in range(book._waiting.qsize())]
+        return [book.next(False) for _ in range(book.waiting.qsize())]
 
     return Parser([(rows,)], take)
 
