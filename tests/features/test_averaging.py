@@ -4,6 +4,8 @@ import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from xcloud.features.replicas.averaging import (
     Terms,
 )
 from xcloud.features.replicas.merging import weighted_mean
+from xcloud.features.replicas.replicas import Replicas
 
 SHAPES = {
     "weight": torch.Size((12, 10)),
@@ -456,3 +459,13 @@ def test_what_weighs_nothing_is_kept_for_the_next_message() -> None:
         after = kept(replicas[1])
         result = [k for k in replicas[1].state_dict() if "handed_back" in k]
         assert same_bits([before[: len(before) - len(result)], after[: len(after) - len(result)]])
+
+
+def test_links_have_room_for_the_longest_message_of_all_that_share_them() -> None:
+    opened: list[Any] = []
+    made = Replicas.__new__(Replicas)
+    vars(made)["links"] = SimpleNamespace(open=lambda *given: opened.append(given))
+    averagers: Any = [SimpleNamespace(max_bytes=size) for size in (300, 900, 100)]
+    made.open(averagers, 2.5, 3)
+    made.open([])
+    assert opened == [(900, 2.5, 3), (0, 0.0, 1)]

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -41,7 +42,7 @@ from xcloud.features.leak_meter.meter import (
     probe,
     spectral_attack,
 )
-from xcloud.features.leak_meter.observers import Observer, leak_observers
+from xcloud.features.leak_meter.observers import LeakObservers, Observer, leak_observers
 from xcloud.features.replicas.averaging import AllToAll, ReplicaLinks, Terms
 from xcloud.job.config import Settings
 from xcloud.launch.local import run
@@ -551,3 +552,19 @@ def test_scores_are_means_over_the_steps_that_can_be_judged() -> None:
         "num_updates": 2,
     }  # fmt: skip
     assert score("texts", {3: [[1]]}, truth, []) is None
+
+
+@pytest.mark.parametrize("averages", [True, False])
+def test_every_batch_of_a_step_is_noted_by_all_that_observe(averages: bool) -> None:
+    told: list[Any] = []
+    rows: Any = SimpleNamespace(batch=lambda *given: told.append(("rows", *given)))
+    means: Any = SimpleNamespace(batch=lambda *given: told.append(("averages", *given)))
+    nobody: Any = None
+    hook = LeakObservers(rows, means if averages else None, reporter=nobody, run_dir=Path())
+    batches: Any = {0: {"ids": "a"}, 2: {"ids": "b"}}
+    hook.before_pass(51, batches)
+    expected = [
+        [("rows", 51, batch), ("averages", 51, batch["ids"])][: 1 + averages]
+        for batch in batches.values()
+    ]
+    assert told == [one for of_batch in expected for one in of_batch]
