@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from functools import lru_cache
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -29,7 +29,8 @@ class WarmFactors(Compressor):
 
     family: ClassVar[Family] = "low_rank"
     feedback: ClassVar[Feedback] = "needed"
-    _product: ClassVar[staticmethod[[Tensor, Tensor], Tensor]] = staticmethod(torch.matmul)
+    # Python 3.11 cannot look up staticmethod[…] where hints of settings are asked for.
+    _product: ClassVar[Any] = staticmethod(torch.matmul)
     _basis_Dl: Tensor | None = None
 
     @abstractmethod
@@ -76,7 +77,8 @@ class WarmFactors(Compressor):
 
     def decompress(self, parts: Tensors, spec: TensorSpec) -> Tensor:
         left_Rr, right_rD = (part.to(wide(spec.dtype)) for part in parts)
-        return self._product(left_Rr, right_rD).to(spec.dtype).view(spec.shape)
+        product: Tensor = self._product(left_Rr, right_rD)
+        return product.to(spec.dtype).view(spec.shape)
 
     own_names = ("basis",)
 
