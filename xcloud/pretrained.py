@@ -1,5 +1,5 @@
 """Access to pretrained checkpoints and public data sets (the Hugging Face hub, checkpoints
-installed as Python packages), and a cache of what is made once. Downloads nothing itself."""
+installed as Python packages), and a cache of what is made once. The hub library downloads."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a rank does: its role, its loop, its evaluation."""
+"""What a rank has besides its loop (train/): its context, agreement, reports and evaluation."""

@@ -1,1 +1,1 @@
-"""What happened in a run: its events, the figures made of them, and the copy in MLflow."""
+"""What happened in a run: its events and the figures made of them."""

@@ -1,1 +1,1 @@
-"""Many runs that belong together: sweeps, claims, records, and the pages made of them."""
+"""Many runs that belong together: sweeps and searches, their tables and pictures."""

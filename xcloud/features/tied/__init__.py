@@ -1,1 +1,1 @@
-"""One matrix that both ends of a pipeline hold."""
+"""Word embeddings that the first and the last stage of a pipeline share as one matrix."""
