@@ -203,7 +203,8 @@ def constructors() -> list[str]:
 
 def test_every_setting_says_what_it_means_and_keeps_its_range_and_default() -> None:
     """What it means stands below the field, or in the docstring of its class. The table is what
-    experiment files of others rely on: who changes a row of it tells them in CHANGELOG.md."""
+    experiment files of others rely on: who changes a row of it tells them in CHANGELOG.md. A class
+    that is new gets its row with the next release."""
     silent = []
     found = {}
     for name in constructors():
@@ -215,7 +216,9 @@ def test_every_setting_says_what_it_means_and_keeps_its_range_and_default() -> N
             found[name] = {s.key.partition(".")[2]: f"{s.takes} = {s.default}" for s in own}
     assert silent == []
     table = Path(__file__).parents[1].joinpath("settings.json")
-    assert found == json.loads(table.read_text(encoding="utf-8"))
+    relied_on = json.loads(table.read_text(encoding="utf-8"))
+    changed = {name: found.get(name) for name in relied_on if found.get(name) != relied_on[name]}
+    assert not changed, "if this is meant, change its row of tests/settings.json"
 
 
 @pytest.mark.parametrize(
