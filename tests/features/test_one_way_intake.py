@@ -156,3 +156,23 @@ def test_a_step_is_told_with_what_was_fed_by_whom_and_what_it_taught() -> None:
     free.intake.end_step(1, other_bytes=0, sums={}, is_skipped=False)
     [event] = free.events
     assert event["taken"] == {"one": 1} and not {"samples", "tokens", "loss"} & event.keys()
+
+
+@pytest.mark.parametrize(
+    ("counts", "found"),
+    [
+        ((3, 1, 9), {"precision": 0.75, "recall": 0.25}),
+        ((0, 4, 2), {"precision": 0.0, "recall": 0.0}),
+        ((0, 0, 2), {"recall": 0.0}),  # nothing was found, so no share of it was right
+        ((0, 2, 0), {"precision": 0.0}),
+        ((0, 0, 0), {}),
+    ],
+)
+def test_precision_and_recall_are_shares_of_what_was_found_and_of_what_was_there(
+    counts: tuple[int, int, int], found: dict[str, float]
+) -> None:
+    told = Told()
+    told.clock.begin_step(1)
+    sums = dict(zip(SUMS, map(float, (12, 8, 2, 40, *counts)), strict=True))
+    told.intake.end_step(1, other_bytes=0, sums=sums, is_skipped=False)
+    assert told.events[0]["values"] == found

@@ -500,7 +500,7 @@ def test_connections_that_lack_descriptors_are_made_once_there_are_some(
     monkeypatch.setattr(connections, "Waker", scarce)
     said: list[str] = []
     with linked(num_connections=5) as (ends, _):
-        ends.state._say_at_times._say = said.append
+        ends.state._say_at_times.say = said.append
         ends.out.send(key(0), (torch.ones(3),))
         ends.incoming.recv(key(0), 20.0)
         wait_for(lambda: bool(said))

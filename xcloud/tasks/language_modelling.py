@@ -813,8 +813,8 @@ class LanguageData(View[LanguageModelling]):
         if any(rows.texts for rows in corpus.splits.values()):
             self._tokenizer = CausalTokenizer.of(task.tokenizer, task.cache_dir)
             self._tokenizer.date = task.date
-            name = "chats" if MESSAGES in corpus.splits["train"].texts else task.unit
             for split, rows in corpus.splits.items():
+                name = "chats" if MESSAGES in rows.texts else task.unit
                 samples, found = task.samples(
                     self._tokenizer, rows, where=f"{task.describe()}, {split}"
                 )
@@ -845,6 +845,7 @@ class LanguageData(View[LanguageModelling]):
                 remarks += [f"{split}: {said}" for said in self._tokenizer.lost(texts)]
             # Rows that were left out before any was drawn (TextTask.arrange).
             for why, of_splits in corpus.useless.items():
+                name = "chats" if MESSAGES in corpus.splits["train"].texts else task.unit
                 cuts[f"{name} left out: {why}"] = {**of_splits}
             if self._tokenizer.learns_chats and self._tokenizer.other_template:
                 remarks.append(self._tokenizer.other_template)
