@@ -23,7 +23,7 @@ class WanMeter(Hook):
         self._reporter = reporter
         self._tells_skips = tells_skips
         self._last = self._read()
-        self._last_again = self._sent_again_bytes
+        self._last_again = 0  # what was sent again before the first step counts with it
         self._reported_bytes = 0  # of steps and outside them, so far
 
     def after_update(self, step: int, report: StepReport) -> None:
