@@ -72,13 +72,13 @@ class CheckpointFolder(CheckpointSteps):
         numbers = {name: value for name, value in state.items() if name not in tensors}
         try:
             # Tensors first: the JSON, which makes a shard of them, has their digest.
-            path = folder / f"rank-{rank}.safetensors"
+            path = _tensors_file(folder, rank=rank)
             digest, num_bytes = _write_tensors(path, rank, tensors)
             text = {"step": step, "rank": rank, "about": dict(about), "numbers": numbers,
                     "num_bytes": num_bytes, "sha256": digest}  # fmt: skip
             # The JSON has a digest of itself, too: a bit that flips in a number is found.
             data = json.dumps({**text, "own_sha256": _digest_of(text)}).encode()
-            write_whole(folder / f"rank-{rank}.json", rank=rank, pieces=[data])
+            write_whole(_json_file(folder, rank=rank), rank=rank, pieces=[data])
         # Also at Ctrl+C: no half of a shard is left.
         except BaseException:
             _delete_part(folder, rank=rank)
@@ -92,7 +92,7 @@ class CheckpointFolder(CheckpointSteps):
     def check(self, step: int, rank: int) -> None:
         """Read all of a shard. Raises DataError saying what is wrong with it."""
         head = self._head(step, rank=rank)
-        path = self.step_dir(step) / f"rank-{rank}.safetensors"
+        path = _tensors_file(self.step_dir(step), rank=rank)
         try:
             with open(path, "rb") as file:
                 # The size first, as it is quicker to say and tells what was cut off.
@@ -111,7 +111,7 @@ class CheckpointFolder(CheckpointSteps):
     def read(self, step: int, rank: int) -> dict[str, Tensor | int]:
         """Return a shard. Raises DataError unless it is what was written."""
         self.check(step, rank)
-        tensors = load_file(self.step_dir(step) / f"rank-{rank}.safetensors")
+        tensors = load_file(_tensors_file(self.step_dir(step), rank=rank))
         return {**tensors, **self._head(step, rank=rank)["numbers"]}
 
     def mark_agreed(self, step: int, rank: int, facts: Mapping[str, Any]) -> None:
@@ -197,7 +197,7 @@ class CheckpointFolder(CheckpointSteps):
         self.delete(step, rank=rank)
 
     def _head(self, step: int, rank: int) -> dict[str, Any]:
-        path = self.step_dir(step) / f"rank-{rank}.json"
+        path = _json_file(self.step_dir(step), rank=rank)
         try:
             head = parsed_json(path.read_text("utf-8"))
             written = head.pop("own_sha256")
@@ -214,9 +214,9 @@ class CheckpointFolder(CheckpointSteps):
 
 def _delete_part(folder: Path, rank: int) -> None:
     # The JSON first: without it the rest is no part.
-    parts = (folder / f"rank-{rank}.json", folder / f"rank-{rank}.safetensors")
+    parts = (_json_file(folder, rank=rank), _tensors_file(folder, rank=rank))
     # Drafts of a process that was killed. Looked up by name: other ranks may delete the folder.
-    drafts = (path.with_name(f".{path.name}.{rank}") for path in (*parts, folder / AGREED_FILE))
+    drafts = (draft_of(path, rank=rank) for path in (*parts, folder / AGREED_FILE))
     for path in (*parts, *drafts):
         path.unlink(missing_ok=True)
 
@@ -260,7 +260,7 @@ def _write_tensors(path: Path, rank: int, tensors: Mapping[str, Tensor]) -> tupl
 
 def write_whole(path: Path, rank: int, pieces: Iterable[bytes | memoryview]) -> tuple[str, int]:
     """Write a file under another name until all of it is on the disk. Return SHA-256 and bytes."""
-    draft = path.with_name(f".{path.name}.{rank}")
+    draft = draft_of(path, rank=rank)
     digest = hashlib.sha256()
     num_bytes = 0
     try:
@@ -287,3 +287,16 @@ def sync_names(folder: Path) -> None:
         os.fsync(opened)
     finally:
         os.close(opened)
+
+
+def _tensors_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.safetensors"
+
+
+def _json_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.json"
+
+
+def draft_of(path: Path, rank: int) -> Path:
+    """Return the path at which a rank writes a file before it bears its name."""
+    return path.with_name(f".{path.name}.{rank}")
