@@ -361,6 +361,32 @@ def test_a_template_gets_the_tools_documents_and_system_message_of_a_row(
     assert "not used" not in data.describe()
 
 
+@pytest.mark.parametrize("tools", [None, TOOLS], ids=["plain", "tools"])
+@pytest.mark.parametrize(
+    "names", [("default",), ("default", "tool_use"), ("rag", "tool_use"), ("rag",)], ids="+".join
+)
+def test_of_templates_with_names_the_one_is_taken_that_transformers_takes(
+    names: tuple[str, ...], tools: object, tmp_path: Path, writing_all: Path
+) -> None:
+    named = tmp_path / "named"
+    shutil.copytree(writing_all, named)
+    template = (named / "chat_template.jinja").read_text()
+    (named / "chat_template.jinja").unlink()
+    config = json.loads((named / "tokenizer_config.json").read_text())
+    every = [{"name": name, "template": f"{name}: {template}"} for name in names]
+    (named / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": every}))
+    row = {"messages": CHAT[:2]} | ({} if tools is None else {"tools": tools})
+    if "default" not in names and not (tools and "tool_use" in names):
+        said = f"a chat needs a chat template, and .* has only templates named {', '.join(names)}:"
+        with pytest.raises(DataError, match=said):
+            of_rows(tmp_path, named, row)
+        return
+    data = of_rows(tmp_path, named, row)
+    reader = CausalTokenizer.load(named)._pretrained
+    theirs = reader.apply_chat_template(CHAT[:2], tools=tools, tokenize=False)
+    assert reader.decode(data.batch("train", torch.tensor([0]))["text"][0]) == theirs
+
+
 @pytest.mark.parametrize("content", ["", None], ids=["empty", "null"])
 def test_a_call_of_a_tool_is_learned_without_content(
     content: str | None, tmp_path: Path, writing_all: Path
@@ -412,7 +438,7 @@ def test_chats_without_a_template_are_refused_before_a_rank_starts(tmp_path: Pat
     own = TrainedTokenizer(300)
     folder = Folder(path=str(tmp_path))
     made = LanguageModelling(data=folder, tokenizer=own, cache_dir=str(tmp_path))
-    with pytest.raises(DataError, match=r"chat 1: the chat template of .* cannot write it"):
+    with pytest.raises(DataError, match=r"chat 1: a chat needs a chat template, and .* has none"):
         made.check()
 
 
@@ -441,6 +467,19 @@ def test_of_two_chat_templates_the_one_that_is_not_read_is_told(
         (both / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": own}))
         said = of_rows(tmp_path, both, {"messages": CHAT[:2]}).describe()
         assert ("the other one in tokenizer_config.json is not read" in said) == (own == "ignored")
+
+
+def test_a_run_tells_what_rules_of_its_tokenizer_are_not_used(
+    tmp_path: Path, folder: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    config = json.loads((other / "tokenizer_config.json").read_text())
+    config["tokenizer_class"] = "Qwen2Tokenizer"
+    (other / "tokenizer_config.json").write_text(json.dumps(config))
+    for tokenizer in (folder, other):
+        said = of_rows(tmp_path, tokenizer, {"messages": CHAT[:2]}).describe()
+        assert ("tokenizer.json not used" in said) == (tokenizer == other)
 
 
 @pytest.mark.parametrize(
@@ -529,7 +568,7 @@ def test_other_forms_of_chats_are_refused_before_a_run_with_the_way_to_convert_t
 
 def test_chats_need_a_template_that_only_appends(tmp_path: Path, folder: Path) -> None:
     without = CausalTokenizer.of(TrainedTokenizer(300), str(tmp_path))
-    with pytest.raises(DataError, match=r"the chat template of .* cannot write it"):
+    with pytest.raises(DataError, match=r"here: a chat needs a chat template, and .* has none"):
         without.chat(CHAT, "here")
     rewriting = CausalTokenizer.load(folder)
     rewriting._pretrained.chat_template = "{{ messages|length }}" + TEMPLATE

@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
 
 from tests.corpora import given
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.contracts.model import SPLITS, TokenIds
 from xcloud.demo import pairs as demo_pairs
+from xcloud.tasks.language_modelling import CausalTokenizer
 from xcloud.tasks.multilingual_text import (
     POWER,
     MultilingualText,
@@ -230,6 +233,35 @@ def test_an_xlm_roberta_like_tokenizer_from_a_folder(tmp_path: Path) -> None:
     assert Tokenizer.load(tmp_path / "saved.json").num_separators == 2
     assert tokenizer.encode(["Ve el gato."]) == [[4, 5, 7, 6]]
     assert tokenizer.decode([0, 4, 5, 7, 6, 2]) == "Ve el gato."
+
+
+@pytest.mark.parametrize(
+    ("named", "replaced"),
+    [
+        ("PreTrainedTokenizerFast", ""),
+        ("GPT2TokenizerFast", ""),
+        ("Qwen2TokenizerFast", "normalizer, pre_tokenizer of tokenizer.json not used"),
+        ("BertTokenizerFast", "normalizer, pre_tokenizer, decoder of tokenizer.json not used"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # transformers remarks on some of these classes itself
+def test_rules_that_transformers_replaces_are_told(
+    named: str, replaced: str, tmp_path: Path
+) -> None:
+    signs = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {sign: number for number, sign in enumerate([*signs, "<end>"])}
+    backend = Backend(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    config = {"tokenizer_class": named} | dict.fromkeys(
+        ("eos_token", "pad_token", "cls_token", "sep_token", "mask_token"), "<end>"
+    )
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    choice = PretrainedTokenizer(str(tmp_path))
+    for remark in (choice.prepare([], tmp_path).remark, CausalTokenizer.load(tmp_path).remark):
+        assert remark.startswith(replaced)
+        assert bool(remark) == bool(replaced)
 
 
 def test_a_tokenizer_without_a_mask_is_refused(tmp_path: Path) -> None:

@@ -217,6 +217,7 @@ class CausalTokenizer:
         self.date = DATE
         self.writes_date = False  # the template has asked for the day
         self.other_template = ""  # what of the checkpoint's files transformers does not read
+        self.remark = ""  # the same of its rules
         self._generation: dict[str, Any] = {}  # the checkpoint's generation_config.json
         bos = pretrained.bos_token_id
         eos = pretrained.eos_token_id
@@ -254,6 +255,7 @@ class CausalTokenizer:
         found = CausalTokenizer(pretrained=choice.load(), name=choice.name_or_path)
         # Read here and not when saving, as the folder may be gone by then.
         found._generation = generation_config(resolve(choice.name_or_path))
+        found.remark = choice.replaced_rules(found._pretrained.backend_tokenizer)
         folder = Path(resolve(choice.name_or_path)).expanduser()
         own, other = folder / TEMPLATE_FILE, folder / "tokenizer_config.json"
         # transformers reads the file, as it is newer than the key. Both may stand there after
@@ -563,11 +565,20 @@ class CausalTokenizer:
         how = {**self._pretrained.special_tokens_map, "add_generation_prompt": ask}
         how |= self.reader.escape(dict(given))
         try:
-            template = self._pretrained.get_chat_template()
+            # Of several templates the one named tool_use writes chats with tools.
+            template = self._pretrained.get_chat_template(tools=given.get("tools"))
+        except ValueError as error:
+            named = self._pretrained.chat_template
+            there = f"only templates named {listed(sorted(named))}" if named else "none"
+            raise DataError(
+                f"{where}: a chat needs a chat template, and {self._name} has {there}: write one "
+                f"to {TEMPLATE_FILE} beside tokenizer.json, or set task.tokenizer to another"
+            ) from error
+        try:
             text, dated = template_process().render(
                 template, messages=plain, settings=how, date=self.date
             )
-        except (TemplateError, ValueError) as error:  # ValueError: there is no template
+        except TemplateError as error:
             why = quoted(str(error))
             said = f"the chat template of {self._name} cannot write it: {why}"
             raise DataError(f"{where}: {said}") from error

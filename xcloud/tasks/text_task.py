@@ -367,6 +367,7 @@ class View(Tokenized, Generic[T]):
             said = f"task.sizes differ from the data, which has {{{there}}}"
             raise DataError(f"{task.describe()}: {said}")
         self._remarks = [*corpus.remarks, *remarks]
+        self._remarks += [made.remark for made in self._tokenizers.values() if made.remark]
         self._agreed = corpus.agreed
         # A rank without fields has read no row, so it has nothing to compare.
         self._digests = corpus.digests() if fields else {}

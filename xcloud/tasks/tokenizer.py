@@ -22,7 +22,7 @@ from xcloud.base.bounded import parsed_json, read_json
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.placeholders import check_is_json
 from xcloud.base.settings import HubName, SharedTokenizerPath, settings
-from xcloud.base.wording import quoted
+from xcloud.base.wording import listed, quoted
 from xcloud.contracts.model import TokenIds
 from xcloud.pretrained import (
     TOKENIZER_FILES,
@@ -62,6 +62,7 @@ class Tokenizer:
         becomes "Ve."); if false, decode(encode(text)) is `text` byte for byte.
     num_separators: the number of eos ids between the texts of a pair: 1 as in BERT, 2 as in
         RoBERTa.
+    remark: what a user should know of it, or "".
     """
 
     backend: Any
@@ -69,6 +70,7 @@ class Tokenizer:
     special: Collection[int]
     rejoin: bool
     num_separators: int = 1
+    remark: str = ""
 
     @cached_property
     def reader(self) -> TextReader:
@@ -392,6 +394,36 @@ class PretrainedTokenizer(TokenizerChoice):
             special=special,
             rejoin=rejoin,
             num_separators=between,
+            remark=self.replaced_rules(backend),
+        )
+
+    def replaced_rules(self, backend: Any) -> str:
+        """Return a remark if transformers goes by other rules than tokenizer.json, or "".
+
+        Some of its classes (Qwen2Tokenizer, BertTokenizer) take the vocabulary from the file and
+        bring rules of their own.
+        """
+        from tokenizers import Tokenizer as Backend
+        from tokenizers import models
+
+        path = Path(resolve(self.name_or_path)).expanduser() / "tokenizer.json"
+        if not path.is_file():  # it is on the hub, or made of other files
+            return ""
+        parts = ("normalizer", "pre_tokenizer", "decoder")
+        used = Backend(models.BPE())
+        for part in parts:
+            setattr(used, part, getattr(backend, part))
+        ours = json.loads(used.to_str())
+        # The library writes out defaults that a file may omit, so the file's parts go through it.
+        written = read_json(path)
+        rules = {part: written.get(part) for part in parts}
+        theirs = json.loads(Backend.from_str(json.dumps(ours | rules)).to_str())
+        replaced = [part for part in parts if theirs[part] != ours[part]]
+        if not replaced:
+            return ""
+        return (
+            f"{listed(replaced)} of {path.name} not used, as transformers replaces what is of "
+            "another tokenizer_class (tokenizer_config.json)"
         )
 
     def load(self) -> Any:
