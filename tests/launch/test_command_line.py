@@ -9,17 +9,24 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hydra.errors import HydraException
+from hydra.types import RunMode
 
 from experiments.claims import pages
 from xcloud import entry
 from xcloud.__main__ import COMMANDS, OF_A_CLONE, main
 from xcloud.base import project
 from xcloud.base.errors import ConfigError, RunFailed
+from xcloud.features.checkpoints import resume
+from xcloud.job import given
+from xcloud.job.config import Settings
+from xcloud.launch import local
 from xcloud.launch.processes import RunStopped
+from xcloud.planner import planning
 from xcloud.record.files import state_file
 from xcloud.security.audit import audit_file
 
@@ -209,3 +216,83 @@ def test_what_hydra_cannot_make_of_the_words_is_the_users_and_what_comes_later_i
     if isinstance(ends, int):
         assert ended.value.code == ends  # type: ignore[attr-defined]
     assert sys.argv == ["xcloud", "-m", "task=translation", "--config-dir", "mine"]
+
+
+@pytest.mark.parametrize("follows", [None, "the next"])
+@pytest.mark.parametrize("has_more", [True, False])
+def test_a_run_and_the_one_that_follows_it_are_carried_out_in_turn(
+    follows: str | None, has_more: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[Any] = []
+    asked: list[Any] = []
+    monkeypatch.setattr(local, "run", lambda *given, **named: ran.append((*given, named)))
+    monkeypatch.setattr(
+        given, "compose_follow_up", lambda *of, own, **named: asked.append(own) or follows
+    )
+    first: Any = SimpleNamespace(plain={"follow_up": follows})
+    if follows is None and not has_more:
+        with pytest.raises(ConfigError, match=r"has finished; to train it longer give"):
+            entry.carry_out(first, tmp_path, has_more=False)
+        return
+    entry.carry_out(first, tmp_path, resumes="check", has_more=has_more)
+    runs = [(first, tmp_path, {"resumes": "check", "more_follows": follows is not None})]
+    after = [(follows, tmp_path / "follow_up", {"resumes": "check"})]
+    assert ran == runs * has_more + after * (follows is not None)
+    assert asked == [False] * (follows is not None)
+    entry.carry_out(first, tmp_path)
+    assert asked[1:] == [True] * (follows is not None), "one's own experiment"
+
+
+def test_a_resume_takes_changed_settings_and_no_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found: list[Any] = []
+    monkeypatch.setattr(
+        given,
+        "resumed",
+        lambda folder, words, conf_dir: found.append((folder, words)) or ("it", 7),
+    )
+    monkeypatch.setattr(entry, "carry_out", lambda *of, **named: found.append((*of, named)))
+    for words, anew in (
+        (["a=1", f"resume={tmp_path}", entry.ANEW], True),
+        ([f"resume={tmp_path}"], False),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            entry.main(words)
+        assert ended.value.code is None
+        (asked, changed), (settings, folder, named) = found
+        assert (asked, changed, settings, folder) == (tmp_path, words[:1] * anew, "it", tmp_path)
+        assert named["has_more"] == 7 and named["resumes"].keywords == {"anew": anew}
+        found.clear()
+    for words in (["resume=a", "resume=b"], ["resume=a", "--info"]):
+        with pytest.raises(SystemExit) as ended:
+            entry.main(words)
+        assert ended.value.code == 1
+        assert "resume=FOLDER [key=value ...]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("plan", [None, "show"])
+def test_what_hydra_composed_is_planned_run_and_leaves_no_empty_folder(
+    plan: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[Any] = []
+    settings: Any = SimpleNamespace(job=SimpleNamespace(plan=plan))
+    hydra: Any = SimpleNamespace(
+        runtime=SimpleNamespace(output_dir=str(tmp_path / "run")), mode=RunMode.RUN
+    )
+    monkeypatch.setattr(entry.HydraConfig, "get", lambda: hydra)
+    monkeypatch.setattr(Settings, "of", lambda config: settings)
+    monkeypatch.setattr(planning, "planned", lambda *of: ran.append(of))
+    monkeypatch.setattr(entry, "carry_out", lambda *of: ran.append(of))
+    monkeypatch.setattr(entry, "composed", False)
+    (tmp_path / "run").mkdir()
+    entry.run_composed.__wrapped__("config")
+    assert ran == [(settings, tmp_path / "run")] and entry.composed
+    assert not (tmp_path / "run").exists()
+    # A sweeper of Hydra's reads the score of a point.
+    hydra.mode = RunMode.MULTIRUN
+    monkeypatch.setattr(
+        local, "run", lambda *of, **named: ran.append(named) or {"quality": {"bleu": 3.0}}
+    )
+    assert entry.run_composed.__wrapped__("config") == -3.0
+    assert ran[1]["more_follows"] and ran[1]["resumes"] is resume.check_can_go_on

@@ -13,6 +13,7 @@ import pytest
 from matplotlib.image import imread
 from omegaconf import OmegaConf
 
+from tests import as_written
 from tests.import_walk import MODULES, imports, own_imports
 from tests.nightly import first_daily
 from tests.timelines import timeline, two_ranks
@@ -347,3 +348,44 @@ def test_lines_stand_below_the_upper_of_their_clouds_and_those_of_control_messag
     assert [name for name, _ in pictures._lanes(shown)] == [
         "a  rank 0\n(small: stage)", "a → b", "b  rank 1", "c → b", "c  rank 2", "b → a", "a → c",
     ]  # fmt: skip
+
+
+def test_all_that_is_drawn_of_a_run_is_as_it_is_written_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long and in milliseconds, with marks and with one step that is far too slow; short and in
+    seconds, beside a predicted step."""
+    kept = as_written.keep_figures(monkeypatch)
+    run = run_of([{**e, "step_s": 0.2 + 0.001 * e["step"]} for e in step_events(120)])
+    run.feed({**step_events(1)[1], "step": 121, "t": 121.0, "step_s": 9.0})
+    run.feed({**step_events(1)[0], "step": 121, "t": 121.0, "step_s": 9.0})
+    scores = {"event": "quality", "rank": 1, "cloud": "b", "split": "dev", "t": 130.0}
+    for step in (60, 120):
+        values = {"bleu": step / 4, "chrf": step / 3}
+        run.feed({**scores, "step": step, "values": values, "errors": {"bleu": 0.5}})
+    mark = SimpleNamespace(mark=lambda event: "cut", kinds={"quality"})
+    for event in two_ranks():
+        run.feed(event)
+    write_pictures(tmp_path, run.record({}, [mark]), TITLE)
+    as_written.check("pictures of a long run", kept)
+
+    kept.clear()
+    boxes = [
+        Box(what, "forward", stage, 3, 10 * n, 10 * n + 9 * (n % 4))
+        for n, what in enumerate(KINDS)
+        for stage in (0, 1)
+    ]
+    lanes = [Lane(rank, "ab"[rank], 5 * rank, 130 - rank, tuple(boxes[rank:])) for rank in (0, 1)]
+    kinds = ["activation", "gradient", "averaging", "report"]
+    flights = [
+        Flight(0, 1, kind, n, 9, 10 * n, 10 * n, 10 * n + 25, 10 * n + 40)
+        for n, kind in enumerate(kinds)
+    ]
+    links = {("a", "b"): flights, ("b", "a"): flights[-1:]}
+    shown = Timeline(4, tuple(lanes), links, "one clock")
+    write_timeline(tmp_path / "both.png", shown, TITLE, predicted=timeline())
+    write_timeline(tmp_path / "alone.png", shown, TITLE)
+    short_run = record_of(step_events(6))
+    assert write_loss(tmp_path / "loss.png", short_run, TITLE)
+    assert write_step_time(tmp_path / "step_time.png", short_run, TITLE)
+    as_written.check("pictures of a short run", kept)

@@ -14,8 +14,8 @@ from hydra_plugins.xcloud_launcher import SearchSweeper, SweepLauncher, sweep_na
 from omegaconf import OmegaConf
 
 from xcloud.base.errors import RunFailed
-from xcloud.study import report
-from xcloud.study.runner import INTERRUPTED, SOME_FAILED, LauncherSettings, Sweep
+from xcloud.study import report, search
+from xcloud.study.runner import INTERRUPTED, REFUSED, SOME_FAILED, LauncherSettings, Sweep
 
 POINTS = [("seed=1",), ("seed=2",)]
 
@@ -27,7 +27,7 @@ def summary_of(words: tuple[str, ...]) -> dict[str, Any]:
 
 
 def launcher_of(folder: Path, sweeper: str = "x.Y", **given: Any) -> SweepLauncher:
-    launcher = SweepLauncher(**given)
+    launcher = door.SweepLauncher(**given)  # Hydra may have executed the module again
     hydra = {"sweep": {"dir": str(folder)}, "sweeper": {"_target_": sweeper},
              "hydra_logging": {}, "verbose": False}  # fmt: skip
     launcher.config = OmegaConf.create({"sweep": None, "hydra": hydra})
@@ -117,3 +117,79 @@ def test_a_sweep_without_a_name_is_named_by_its_time() -> None:
 def test_a_search_is_told_its_settings_as_they_stand_in_the_config() -> None:
     search = SearchSweeper(params={"a": "1"}, objectives=("bytes",), runs=3)
     assert search.params == {"a": "1"} and search.given == {"objectives": ["bytes"], "runs": 3}
+
+
+@pytest.mark.parametrize("ends", [None, KeyboardInterrupt(), RunFailed("p1 died")])
+def test_a_search_runs_by_our_launcher_alone_and_ends_as_a_sweep_does(
+    ends: BaseException | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(search.SearchSpace, "of", lambda words: asked.append(words))
+
+    class Found:
+        def __init__(self, **given: Any) -> None:
+            asked.append(given)
+
+        def go_on(self, folder: Path) -> None:
+            asked.append(folder)
+            if ends is not None:
+                raise ends
+
+    monkeypatch.setattr(search, "Search", Found)
+    launcher = launcher_of(tmp_path, parallel=5)
+    launcher.composer = "composer"  # type: ignore[assignment]
+    monkeypatch.setattr(launcher, "close", lambda: asked.append("closed"))
+    made = SimpleNamespace(instantiate_launcher=lambda **given: launcher)
+    monkeypatch.setattr(door, "Plugins", SimpleNamespace(instance=lambda: made))
+    sweeper = door.SearchSweeper(params={"a": "1,2"}, runs=3, seeds=2, objectives=["bytes"])
+    sweeper.setup(hydra_context=None, task_function=None, config=OmegaConf.create())  # type: ignore[arg-type]
+    if ends is None:
+        sweeper.sweep(["++b=3", "c=4"])
+    else:
+        with pytest.raises(SystemExit) as ended:
+            sweeper.sweep(["++b=3", "c=4"])
+        assert ended.value.code == (
+            INTERRUPTED if isinstance(ends, KeyboardInterrupt) else REFUSED
+        )
+    words, given, *rest = asked
+    assert words == ["a=1,2", "b=3", "c=4"]
+    assert given["settings"] == search.SearchSettings(runs=3, objectives=["bytes"], seeds=2)
+    assert given["batch"] == 2 and given["run"] == launcher.outcomes
+    assert given["compose"] == "composer"
+    assert rest == [tmp_path] + ["closed"] * (ends is None)
+
+    sweeper.launcher = object()  # type: ignore[assignment]
+    with pytest.raises(SystemExit):
+        sweeper.sweep([])
+    assert "runs with hydra/launcher=xcloud only" in capsys.readouterr().err
+
+
+def test_a_sweep_that_cannot_be_is_refused_before_hydra_makes_its_folder(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, given in (("a/b", {}), (None, {"parallel": 0})):
+        with pytest.raises(SystemExit) as ended:
+            launcher = door.SweepLauncher(**given)
+            launcher.setup(
+                hydra_context=None, task_function=None, config=OmegaConf.create({"sweep": name})
+            )  # type: ignore[arg-type]
+        assert ended.value.code == REFUSED
+    first, second = capsys.readouterr().err.splitlines()
+    assert "a/b" in first and "parallel" in second
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_points_that_do_not_belong_together_are_checked_by_our_launcher_alone(
+    is_ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweeper = door.SweepSweeper()
+    checked: list[Any] = []
+    monkeypatch.setattr(
+        door.BasicSweeper, "validate_batch_is_legal", lambda self, batch: checked.append(batch)
+    )
+    sweeper.launcher = door.SweepLauncher() if is_ours else object()  # type: ignore[assignment]
+    sweeper.validate_batch_is_legal([["a=1"]])
+    assert checked == ([] if is_ours else [[["a=1"]]]) and sweeper.max_batch_size is None

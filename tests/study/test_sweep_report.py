@@ -17,6 +17,7 @@ from matplotlib.colors import to_rgb
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
+from tests import as_written
 from tests.event_lines import append_event
 from tests.sweep_runs import blank_store, compose, split_run, write_run
 from tests.toy import toy_config
@@ -386,13 +387,11 @@ def test_a_sweep_without_a_finished_run_has_a_table_and_no_picture(tmp_path: Pat
     assert "0 of 1" in printed(results)
 
 
-@pytest.mark.slow
-@pytest.mark.nightly
-@pytest.mark.usefixtures("pictures")
 def test_report_compares_two_sweeps(
     sweep: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(sweep.parent.parent)
+    kept = as_written.keep_figures(monkeypatch)
     config = compose(["compression=int8", "cluster/wan=line_8m"])
     write_run(sweep.parent / "t" / "a", config, bleu=41.0, step_s=0.9)
 
@@ -401,7 +400,7 @@ def test_report_compares_two_sweeps(
     assert "cluster.wan.bandwidth_bits_per_s" not in said  # a free link has none
     assert "cluster.wan: free | LinkProfile" in said
     assert "int8+int8: t against s: -1.00, step time x2.00" in said
-    assert (sweep.parent / "s+t" / "quality_and_step_time.png").exists()
+    as_written.check("report of two sweeps", {"said": said, **kept})
 
 
 def test_a_folder_of_that_name_hides_no_sweep_and_two_sweeps_have_two_names(
@@ -422,13 +421,11 @@ def test_a_run_whose_score_is_not_finite_is_named(tmp_path: Path) -> None:
     assert "Means exclude runs whose score is not finite: none s2." in remarks
 
 
-@pytest.mark.slow
-@pytest.mark.nightly
-@pytest.mark.usefixtures("pictures")
 def test_a_sweep_is_pages_without_a_server(
     sweep: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(sweep.parent.parent)
+    kept = as_written.keep_figures(monkeypatch)
     points = {"0": {"overrides": ["+exp=abnet_iwslt", "compression=int8"]}}
     (sweep / "sweep.json").write_text(json.dumps({"points": points}))
 
@@ -442,6 +439,9 @@ def test_a_sweep_is_pages_without_a_server(
         "python run.py +exp=abnet_iwslt compression=int8" in page for page in pages.values()
     )
     assert any("<td>failed</td>" in page or ">failed<" in page for page in pages.values())
+    tags = re.compile(r"(\s*(<(style|script)>.*?</\3>|<[^>]+>)\s*)+", re.S)
+    texts = {name: tags.sub(" · ", page) for name, page in {**pages, "index": index}.items()}
+    as_written.check("pages of a sweep", {**texts, **kept})
 
 
 def test_an_unknown_sweep_is_named_with_those_there_are(
