@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,11 +43,20 @@ from xcloud.features.leak_meter.meter import (
     probe,
     spectral_attack,
 )
-from xcloud.features.leak_meter.observers import LeakObservers, Observer, leak_observers
+from xcloud.features.leak_meter.observers import (
+    LeakObservers,
+    ObservedEnd,
+    Observer,
+    leak_observers,
+    meter_of,
+    observed,
+)
 from xcloud.features.replicas.averaging import AllToAll, ReplicaLinks, Terms
 from xcloud.job.config import Settings
 from xcloud.launch.local import run
 from xcloud.models.causal_network import Lora
+from xcloud.net.frame import Kind, MessageKey
+from xcloud.pipeline.pipeline import BoundaryPorts
 from xcloud.record.run_record import RunRecord
 
 GRADIENT = CrossedStream("backward", 0, "received", "hidden")
@@ -568,3 +578,55 @@ def test_every_batch_of_a_step_is_noted_by_all_that_observe(averages: bool) -> N
         for batch in batches.values()
     ]
     assert told == [one for of_batch in expected for one in of_batch]
+
+
+def test_what_crosses_to_another_cloud_is_noted_on_both_sides_and_scores_are_not() -> None:
+    noted: list[Any] = []
+    seen: Any = SimpleNamespace(
+        wants=lambda step: step > 3,
+        message=lambda stream, ids, counts, rows: noted.append((stream, ids, counts, rows)),
+    )
+    hidden = SimpleNamespace(name="hidden", dtype=torch.float32, counts=lambda counts: counts + 1)
+    mask = SimpleNamespace(name="mask", dtype=torch.bool)
+    end = SimpleNamespace(
+        identity=SimpleNamespace(direction="forward", boundary=1),
+        fields=(hidden, mask),
+        send=lambda key, message, samples: {**message, "hidden": -message["hidden"]},
+        recv=lambda key, samples, known: {"hidden": 8.0, "counts": 4, **known},
+        send_start="as it is",
+    )
+    ends: Any = SimpleNamespace(leaves_cloud=lambda peer: peer != 2)
+    both: Any = {1: end, 2: end}
+    plain = BoundaryPorts(Mock(), forward_out=both, backward_in=both)
+    ports = observed({0: plain}, seen, ends)[0]
+    assert ports.forward_out[2] is end and ports.forward_in == {}
+    assert isinstance(ports.backward_in[1], ObservedEnd)
+    port: Any = ports.forward_out[1]
+    assert port.send_start == "as it is"
+    samples: Any = {"ids": "ids"}
+    for step, kind in ((3, Kind.ACTIVATION), (4, Kind.ACTIVATION), (4, Kind.EVALUATION)):
+        message: Any = {"hidden": 2.0, "counts": 1}
+        assert port.send(MessageKey(kind, step=step), message, samples)["hidden"] == -2.0
+    assert port.recv(MessageKey(Kind.GRADIENT, step=5), samples, {"more": 1})["more"] == 1
+    assert noted == [
+        (CrossedStream("forward", 1, how, "hidden"), "ids", counts, rows)
+        for how, counts, rows in (("sent", 2, -2.0), ("received", 5, 8.0))
+    ]
+
+
+def test_notes_are_written_once_training_is_over_and_may_be_lost(tmp_path: Path) -> None:
+    wrote: list[Any] = []
+    rows: Any = SimpleNamespace(write=lambda folder: wrote.append(("rows", folder)))
+    means: Any = SimpleNamespace(finish=lambda folder: wrote.append(("means", folder)))
+    reporter: Any = SimpleNamespace(may_lose=lambda what: wrote.append(what) or nullcontext())
+    for averaged in (None, means):
+        LeakObservers(rows, averaged, reporter, tmp_path).finish()
+    first, second = [OBSERVATIONS_DIR, ("rows", tmp_path)], [("means", tmp_path)]
+    assert wrote == [*first, first[0], *second, first[1]]
+
+
+def test_a_job_without_a_meter_or_a_second_cloud_is_not_observed() -> None:
+    for crosses in (True, False):
+        job: Any = Mock()
+        job.cluster.crosses_clouds = crosses
+        assert meter_of(job) is (job.security.meter if crosses else None)

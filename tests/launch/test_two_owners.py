@@ -2,9 +2,11 @@
 
 import io
 import json
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,15 +15,17 @@ from xcloud.base.errors import ConfigError
 from xcloud.job import config as configs
 from xcloud.job.given import read_shared
 from xcloud.job.job import Launch
-from xcloud.launch import joined_rank
+from xcloud.launch import join, joined_rank
 from xcloud.launch.join import AGAIN, BEGIN_AGAIN, CloudRanks, Machine
 from xcloud.launch.joined_rank import JoinedProcess, check_peers, place_of
 from xcloud.launch.local import stopped_in_words
 from xcloud.launch.own_progress import OwnProgress, what_left
+from xcloud.launch.processes import RunStopped
 from xcloud.launch.rank_process import RankProcess
 from xcloud.layout import Cloud, ClusterLayout
 from xcloud.line.hello import RUN_BYTES
 from xcloud.line.line_state import LineState
+from xcloud.line.mailbox import Mailbox
 from xcloud.line.transport import SealedLines
 from xcloud.net.frame import Kind
 from xcloud.record.events import EVENTS_FILE, StepTotals
@@ -300,3 +304,108 @@ def test_a_cloud_needs_the_certificates_of_those_it_has_a_line_to_and_no_others(
             assert not lacks
         except ConfigError as error:
             assert lacks and f"peers: {{{lacks}: [{lacks}.pem]}}" in str(error)
+
+
+def ranks_of_b(wan: Any, machine: Machine = join.ALONE, listen: str | None = None) -> CloudRanks:
+    first = Cloud(address="h:1" if wan == "sealed" else None)
+    layout = ClusterLayout({"cloud_a": first, "cloud_b": Cloud(2)}, wan)
+    job: Any = SimpleNamespace(cluster=layout, launch=Launch())
+    return CloudRanks(
+        job, Path("run"), Path("file"), "cloud_b", machine, listen, more_words=["--roll-back"]
+    )
+
+
+def test_each_rank_is_told_its_attempt_and_where_its_cloud_meets_and_listens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[Any] = []
+    started: list[int] = []
+    monkeypatch.setattr(join.LocalRanks, "start", lambda ranks: started.append(ranks._attempt))
+    monkeypatch.setattr(CloudRanks, "_tell_other_clouds", lambda ranks: told.append(ranks.ranks))
+    monkeypatch.setattr(join.time, "time", lambda: 1000.9)
+    second = Machine(1, 2, meet_at="h:2")
+    cases: list[tuple[CloudRanks, list[str], int]] = [
+        (ranks_of_b("sealed"), [], 1),
+        (ranks_of_b("sealed", listen="i:3"), ["--listen", "i:3"], 1),
+        (ranks_of_b("sealed", second), ["--meet-at", "h:2"], 0),
+        (ranks_of_b(Mailbox("/box")), [], 0),
+    ]
+    for ranks, more, num_told in cases:
+        assert ranks.speaker == ranks.ranks[0] == (2 if more[:1] == ["--meet-at"] else 1)
+        assert (ranks.interface == {}) is (more[:1] == ["--meet-at"])
+        told.clear()
+        ranks.start()
+        assert started.pop() == 1000 and told == []
+        own = ["--attempt", "1000", "--run-dir", "run", *more, "--roll-back"]
+        words = ranks.words_of(2)
+        assert words[-len(own) :] == own and words[:2] == ["worker", "file"]
+        ranks.start()  # within the same second
+        for thread in threading.enumerate():
+            if thread.daemon and thread is not threading.current_thread():
+                thread.join(0.2)
+        assert started.pop() == 1001 and len(told) == num_told
+
+
+@pytest.mark.parametrize("first", ["cloud_a", "cloud_b"])
+def test_the_first_cloud_tells_all_others_of_its_restart_and_they_tell_the_first(
+    first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(join, "this_clouds_keys", lambda: "keys")
+    lines = SimpleNamespace(tell_of_restart=told.append)
+    monkeypatch.setattr(join, "SealedLines", lambda place, keys, say: told.append(place) or lines)
+    ranks = ranks_of_b("sealed")
+    clouds = {"cloud_a": Cloud(2, address="h:1"), "cloud_b": Cloud(2), "cloud_c": Cloud(1)}
+    ordered = sorted(clouds, key=lambda name: name != first)
+    ranks._layout = ClusterLayout({name: clouds[name] for name in ordered}, "sealed")
+    ranks.ranks = range(ranks._layout.ranks_in("cloud_b")[0], 4)
+    ranks._attempt = 7
+    ranks._tell_other_clouds()
+    place, peers = told
+    assert place.attempt == 7 and place.rank == ranks.ranks[0]
+    assert peers == ([2, 4] if first == "cloud_b" else [0])
+
+
+def test_words_of_join_say_which_machine_of_which_cloud_this_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(join, "join", lambda *of, **named: asked.append((of, named)))
+    monkeypatch.setattr(join, "this_clouds_policy", lambda: SimpleNamespace(me=None))
+    monkeypatch.chdir(tmp_path)
+    usual = {"cloud": "b", "machine": join.ALONE, "listen": None, "more_words": []}
+    several = ["--nnodes", "2", "--node-rank", "1", "--master-addr"]
+    cases: list[tuple[list[str], str, dict[str, Any]]] = [
+        ([], "runs/x-b", {}),
+        (["--run-dir", "mine", "--roll-back"], "mine", {"more_words": ["--roll-back"]}),
+        (["--listen", "i:3"], "runs/x-b", {"listen": "i:3"}),
+        ([*several, "h"], "runs/x-b", {"machine": Machine(1, 2, "h:29500")}),
+        (
+            [*several, "::1", "--master-port", "7"],
+            "runs/x-b",
+            {"machine": Machine(1, 2, "[::1]:7")},
+        ),
+    ]
+    for words, folder, changed in cases:
+        assert join.main(["x.yaml", "--cloud", "b", *words]) == 0
+        assert asked.pop() == ((Path("x.yaml"), tmp_path / folder), {**usual, **changed})
+    for words, said in (
+        (["--listen", "i"], "--listen must be HOST:PORT, got i"),
+        (several[:-1], "needs --nnodes, --master-addr"),
+        (["--nnodes", "2", "--node-rank", "2", "--master-addr", "h"], "needs --nnodes"),
+        (["--nnodes", "2", "--node-rank", "-1", "--master-addr", "h"], "needs --nnodes"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            join.main(["x.yaml", "--cloud", "b", *words])
+    with pytest.raises(ConfigError, match="give --cloud"):
+        join.main(["x.yaml"])
+    monkeypatch.setattr(join, "join", Mock(side_effect=RunStopped("stopped by b")))
+    assert join.main(["x.yaml", "--cloud", "b"]) == 75
+
+
+def test_names_for_an_ingress_are_one_a_rank() -> None:
+    layout = ClusterLayout({"a": Cloud(2, address="h:1"), "b": Cloud()}, "sealed")
+    names = [place_of(layout, rank=r, attempt=0, listen=None).label_of(r) for r in (0, 1)]
+    said = join.labels_in_words(layout, "a")
+    assert said == f"names in the TLS hello, for an ingress: rank 0 {names[0]}, rank 1 {names[1]}"
+    assert len({*names}) == 2

@@ -1,6 +1,7 @@
 """Planning a job: from its settings to a profile, a table and the settings that are run."""
 
 import json
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from tests import runs
+from tests import as_written, runs
 from tests.configs import composed
 from tests.plan_pieces import COMPRESSORS, piece
 from tests.toy import toy_config
@@ -174,6 +175,39 @@ def planned_by_hand(*overrides: str) -> list[Plan]:
     config.plan.search, config.plan.rows = ["micro_batches", "schedule"], 50
     profile = Profile(STAGES, dict.fromkeys(COMPRESSORS, COMPRESSORS["none"]))
     return [one.plan for one in Planner(configs.Settings.of(config)).report(profile).ranked.best]
+
+
+def test_a_plan_of_a_written_profile_is_said_drawn_and_put_into_the_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = as_written.keep_figures(monkeypatch)
+    config = OmegaConf.create(toy_config("two_clouds", ["plan=apply", "cluster/wan=line_8m"]))
+    config.cluster.wan.bandwidth_bits_per_s = 1e6
+    config.plan.rows, config.plan.search = 3, ["micro_batches", "schedule", "compression"]
+    costs = {**dict.fromkeys(["none", "int8"], COMPRESSORS["none"]), "int4": COMPRESSORS["int4"]}
+    config.plan.profile = str(tmp_path / "mine.json")
+    write_profile(tmp_path / "mine.json", Profile(STAGES, costs))
+
+    chosen = planned(configs.Settings.of(config), tmp_path / "run")
+    assert chosen is not None and chosen.job.plan is None
+    assert chosen.job.compression.label == "int4+int4" and chosen.job.strategy.name == "pipeline"
+    said = capsys.readouterr().out.replace(str(tmp_path), "")
+    said = re.sub(r"in \d+\.\d s;", "in 0 s;", said)
+    said = re.sub(r"the profile may not hold: (?!the profile has)[^\n]*\n", "", said)
+    table = json.loads((tmp_path / "run" / PLAN_FILE).read_text())
+    table["profile"] = table["search_s"] = None
+    foreseen = read_predicted(tmp_path / "run")
+    assert foreseen is not None and foreseen.clocks == "predicted"
+    found = {"said": said, "plan.json": table, "schedule": chosen.plain["schedule"], **kept}
+    as_written.check("plan of a written profile", found)
+
+    for pieces, lines, why in (
+        (STAGES[:1] + STAGES, {}, "cannot be joined to 2 stages"),
+        (STAGES, {"cloud_a-cloud_c": LinkProfile(1e6)}, "cloud_c joins no clouds"),
+    ):
+        write_profile(tmp_path / "mine.json", Profile(pieces, costs, lines=lines))
+        with pytest.raises(ConfigError, match=why):
+            planned(configs.Settings.of(config), tmp_path / "run")
 
 
 def test_only_what_the_job_may_run_is_planned() -> None:
