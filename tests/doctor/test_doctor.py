@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -24,11 +25,12 @@ from tests.nightly import NIGHTLY
 from tests.owners import TwoOwners, copy_keys
 from tests.runs import free_port
 from xcloud.__main__ import main
-from xcloud.base.errors import ConfigError, FrameError
+from xcloud.base.errors import ConfigError, FrameError, LinkError
 from xcloud.doctor import lines, machine, talk
 from xcloud.doctor.case import Case
 from xcloud.doctor.command import examine, read_case
 from xcloud.doctor.finding import Finding, FindingState, ok
+from xcloud.doctor.lines import LineTrial
 from xcloud.doctor.talk import DoctorMessage, Facts, LineFigures, follow, lead
 from xcloud.job.config import Settings
 from xcloud.launch.join import ALONE, Machine
@@ -693,3 +695,69 @@ def test_a_peer_that_says_nothing_is_not_waited_for_without_end(
     monkeypatch.setattr(talk, "ANSWER_S", 0.05)
     with pytest.raises(TimeoutError):
         follow(ends[0], "cloud_a", FACTS)
+
+
+@pytest.mark.parametrize(
+    ("errors", "reason", "num_tries", "is_measured"),
+    [
+        ([], "", 1, True),
+        ([lines.LineDown("it is not there"), lines.LineDown("nor now")], "nor now", 3, True),
+        (
+            [lines.LineDown(f"{lines.CERTIFICATE} x"), lines.LineDown("closed")],
+            lines.CERTIFICATE,
+            3,
+            True,
+        ),
+        ([LinkError("it breaks the rules")], "it breaks the rules", 1, False),
+        ([OSError(104, "reset")], "cloud_b, while it was measured: ", 1, False),
+        ([lines.LineDown("nobody")] * 9, "nobody", 4, False),
+    ],
+)
+def test_a_line_is_tried_until_it_is_measured_refused_or_the_time_is_over(
+    errors: list[Exception],
+    reason: str,
+    num_tries: int,
+    is_measured: bool,
+    cases: list[Case],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The clock goes on by the pause between two tries."""
+    left = [*errors]
+    asked: list[Any] = []
+    now_s = [0.0]
+    clock = SimpleNamespace(
+        monotonic=lambda: now_s[0], sleep=lambda s: now_s.append(now_s.pop() + s)
+    )
+    monkeypatch.setattr(lines, "time", clock)
+    figures = LineFigures(FACTS, 0.1, 1.0, 2.0, 0.0)
+    measure = lambda tls, peer, facts: asked.append((peer, facts)) or figures  # noqa: E731
+    monkeypatch.setattr(lines, "lead", measure)
+
+    class Way:
+        def connect(self, wanted: Any, **given: Any) -> Any:
+            asked.append((wanted, given))
+            if left:
+                raise left.pop(0)
+            tls = Mock()
+            tls.__enter__ = lambda tls: tls
+            tls.__exit__ = lambda *of: None
+            tls.getsockopt.return_value = b"cubic\0\0"
+            return SimpleNamespace(tls=tls)
+
+    trial = LineTrial(cases[0], "cloud_b", Way(), 0, 0.15, threading.Lock())  # type: ignore[arg-type]
+    trial.thread.join(10)
+    assert reason in trial.reason and len(asked) == num_tries + is_measured
+    assert (trial.measured is figures) is is_measured
+    wanted, given = asked[0]
+    stream = wanted.stream
+    assert (stream.sender_cloud, stream.receiver_cloud) == ("cloud_a", "cloud_b")
+    assert given["is_bulk"] and given["timeout_s"] == 0.05
+    assert trial.congestion_control == ("cubic" if is_measured else None)
+
+
+def test_a_port_that_cannot_be_listened_at_is_red_with_what_to_do() -> None:
+    error = OSError(98, "Address already in use (while attempting to bind)")
+    found = lines._cannot_listen("cloud_a", ("10.0.0.1", 7000), error)
+    assert found.state is FindingState.RED and found.name == "line to cloud_a"
+    assert found.fact == "this machine cannot listen at 10.0.0.1:7000: Address already in use"
+    assert "--listen 0.0.0.0:7000" in found.advice

@@ -1,11 +1,15 @@
 """What a sweep refuses, skips, runs again and says; runs are faked, files are real."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -14,7 +18,11 @@ from tests.nightly import first_daily
 from tests.sweep_runs import FakeRuns, compose, points, run_sweep
 from xcloud.base.errors import ConfigError, RunFailed
 from xcloud.base.project import code_digests
+from xcloud.features.checkpoints import resume
+from xcloud.launch import local
+from xcloud.launch.processes import RunStopped
 from xcloud.record.checkpoint_files import CheckpointFolder
+from xcloud.study import runner
 from xcloud.study.points import (
     BESIDE_CODE,
     Decision,
@@ -380,3 +388,72 @@ def test_the_sweep_and_its_label_are_in_the_experiment(folder: Path) -> None:
     text = (folder / "none_s2" / "experiment.yaml").read_text()
     assert "sweep: s\n" in text and "label: none\n" in text
     assert compose(["seed=1"]).sweep is None  # the composed config was not ours to change
+
+
+class Run:
+    """A stand-in for the process of a point. ends: when it is waited for."""
+
+    def __init__(self, heard: list[Any], ends: bool | None = True) -> None:
+        self.heard = heard
+        self.ends = ends
+
+    def terminate(self) -> None:
+        self.heard.append("ask")
+
+    def kill(self) -> None:
+        self.heard.append("kill")
+
+    def wait(self, within_s: float | None) -> None:
+        self.heard.append(within_s)
+        if self.ends is None and within_s is None:
+            raise KeyboardInterrupt
+        if not self.ends:
+            raise subprocess.TimeoutExpired("run", within_s or 0.0)
+
+
+def test_runs_of_a_sweep_are_all_asked_before_one_is_waited_for_and_killed_at_a_second_ctrl_c(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heard: list[Any] = []
+    ignored: list[Any] = []
+    monkeypatch.setattr(runner.signal, "signal", lambda *of: ignored.append(of))
+    processes = Processes(1)
+    processes._running += [Run(heard), Run(heard)]  # type: ignore[list-item]
+    processes.end()
+    assert heard == ["ask", "ask", None, None] and ignored == [] and processes._is_ending
+    heard.clear()
+    processes._running[:] = [Run(heard, ends=None), Run(heard)]  # type: ignore[list-item]
+    processes.end()
+    assert heard == ["ask", "ask", None, "ask", "ask", 60.0, "kill", 60.0]
+    assert ignored == [(signal.SIGINT, signal.SIG_IGN)]
+
+
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [(None, 0), (RunFailed("it died"), 1), (RunStopped("s"), 75), (KeyboardInterrupt(), 130)],
+)
+def test_the_process_of_a_point_runs_its_file_and_says_by_a_code_how_it_ended(
+    ends: BaseException | None,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ran: list[Any] = []
+
+    def run(settings: Any, run_dir: Path, resumes: Any) -> None:
+        ran.append((settings, run_dir, resumes))
+        if ends is not None:
+            raise ends
+
+    monkeypatch.setattr(local, "run", run)
+    monkeypatch.setattr(runner.Settings, "load", lambda file: file)
+    monkeypatch.setattr(runner, "ctypes", Mock())
+    words = ["runner", str(tmp_path), "--parent", str(os.getppid())]
+    monkeypatch.setattr(sys, "argv", words)
+    assert runner.main() == code
+    assert ran == [(tmp_path / "experiment.yaml", tmp_path, resume.check_can_go_on)]
+    assert capsys.readouterr().out == ("xcloud: it died\n" if code == 1 else "")
+    if sys.platform == "linux":
+        monkeypatch.setattr(sys, "argv", [*words[:-1], "1234567"])
+        assert runner.main() == 1 and len(ran) == 1, "the sweep has ended"
