@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed import FileStore
 
 from tests.event_lines import steps_done
+from tests.feature_rows import feature_rows
 from tests.pipelines import in_threads
 from tests.toy import LENGTH, VOCABULARY, ToyTask
 from xcloud.base.errors import ConfigError
@@ -41,10 +42,8 @@ from xcloud.comm.precision import BlockInt
 from xcloud.comm.sparsify import TopK
 from xcloud.contracts.model import Batch, BuildContext, Stage, StageOutput
 from xcloud.experiment import Experiment
-from xcloud.features.autopilot.settings import Autopilot
 from xcloud.features.checkpoints.common_step import newest_common
 from xcloud.features.checkpoints.resume import RankCheckpoints
-from xcloud.features.privacy.settings import Privacy
 from xcloud.features.replicas.gradient_averaging import GradientAveraging
 from xcloud.features.replicas.late import GoOn
 from xcloud.features.replicas.local_updates import LocalUpdates
@@ -154,6 +153,7 @@ PLAIN = Compression()
 
 Row = Mapping[str, str]
 
+OF_FEATURES = {n: one for rows in feature_rows().values() for n, one in rows.factors.items()}
 FACTORS: dict[str, dict[str, Any]] = {
     "clouds": {
         "two": {"a": Cloud(), "b": Cloud()},
@@ -196,17 +196,8 @@ FACTORS: dict[str, dict[str, Any]] = {
     },
     "accumulate": {"1": 1, "2": 2},
     "clip": {"none": 0.0, "0.5": 0.5},
-    "autopilot": {
-        "off": None,
-        "on": Autopilot({"int4": Compression(INT4, INT4), "none": PLAIN}, micro_batches=(4, 8)),
-    },
     "ends": {"untied": False, "tied": True},
     "frozen": {"nothing": 0, "kept": 1},
-    "privacy": {
-        "none": None,
-        "sample": Privacy("sample", clip=0.5, noise=0.1),
-        "cloud": Privacy("cloud", clip=0.5, noise=0.1),
-    },
     "defences": {
         "none": {},
         "gaussian": {"forward": GaussianNoise(1.0, 0.01)},
@@ -215,6 +206,7 @@ FACTORS: dict[str, dict[str, Any]] = {
     "on_divergence": {"stop": "stop", "skip": "skip"},
     "evaluate_every": {"0": 0, "2": 2},
     "stages": {"whole": False, "sharded": True},
+    **{name: factor.levels for name, factor in OF_FEATURES.items()},
 }  # fmt: skip
 
 FIRST = {factor: next(iter(levels)) for factor, levels in FACTORS.items()}
@@ -228,21 +220,25 @@ NAMES = {
     "compression": r"compress|powersgd",
     "accumulate": r"accumulate_steps",
     "clip": r"clip_norm",
-    "autopilot": r"autopilot",
     "ends": r"embeddings=tie",
     "frozen": r"activation_cache_mb",
-    "privacy": r"security[./]privacy",
     "defences": r"security[./]defences",
     "on_divergence": r"on_divergence",
     "evaluate_every": r"evaluate_every",
     "stages": r"shard",
+    **{name: factor.named for name, factor in OF_FEATURES.items()},
 }
 
 
 def experiment(row: Row, max_steps: int = STEPS) -> Experiment:
     """Raises ConfigError for a row that the product refuses."""
     chosen = {factor: FACTORS[factor][{**FIRST, **row}[factor]] for factor in FACTORS}
+    of_features: dict[str, dict[str, Any]] = {"": {}, "security": {}}
+    for name, factor in OF_FEATURES.items():
+        group, _, key = factor.key.rpartition(".")
+        of_features[group][key] = chosen[name]
     found = Experiment(
+        **of_features[""],
         name="combination",
         cluster=ClusterLayout(_dealt(chosen["clouds"], chosen["stages"]), "free"),
         tracker=NullTracker(),
@@ -251,8 +247,7 @@ def experiment(row: Row, max_steps: int = STEPS) -> Experiment:
         schedule=chosen["schedule"](chosen["micro_batches"]),
         compression=chosen["compression"],
         strategy=chosen["strategy"],
-        autopilot=chosen["autopilot"],
-        security=Visibility(defences=chosen["defences"], privacy=chosen["privacy"]),
+        security=Visibility(defences=chosen["defences"], **of_features["security"]),
         training=Training(
             max_steps,
             batch_size=8,

@@ -26,11 +26,10 @@ import torch
 
 from tests.combinations import SAVED, STEPS, Row, experiment, interrupted, losses, run, state
 from tests.event_lines import steps_done
+from tests.feature_rows import feature_rows
 from tests.one_way_toy import ToyFeed
-from xcloud.experiment import Experiment
 from xcloud.features.one_way.job import OneWayExperiment, OneWayTraining
 from xcloud.features.one_way.layout import OneWayCloud, OneWayLayout
-from xcloud.features.privacy.settings import Privacy
 from xcloud.job.job import Job
 from xcloud.pipeline.settings import Checkpoints
 from xcloud.record.events import EventReader
@@ -85,22 +84,16 @@ def one_way(form: Any) -> OneWayExperiment:
     )
 
 
-def private(privacy: Privacy, row: Row) -> Experiment:
-    """Without noise, which is not of the run's seed."""
-    return replace(experiment(row), security=Visibility(privacy=privacy))
-
-
 def jobs() -> dict[str, Job]:
     return {
         **{name: experiment(row) for name, row in ROWS.items()},
         "one way": one_way("clouds"),
         "one way, one process": one_way("local"),
-        "clipped samples": private(
-            Privacy("sample", 0.5, 0.0), {"strategy": "data_parallel", "micro_batches": "8"}
-        ),
-        "clipped clouds": private(
-            Privacy("cloud", 0.5, 0.0), {"strategy": "local_updates", "micro_batches": "8"}
-        ),
+        **{
+            name: replace(experiment(row), security=Visibility(**security))
+            for rows in feature_rows().values()
+            for name, (security, row) in rows.golden.items()
+        },
     }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-from xcloud.features.autopilot.rule import DIRECTIONS
 from xcloud.features.replicas.gradient_averaging import GradientAveraging
 from xcloud.features.replicas.local_updates import LocalUpdates
 from xcloud.job.strategy import Strategy
@@ -102,9 +101,9 @@ def every_plan(pricer: Pricer, space: Space) -> list[Plan]:
     ]
 
 
-BOTH_WAYS = [(0, direction) for direction in DIRECTIONS]
+BOTH_WAYS = [(0, direction) for direction in ("forward", "backward")]
 WAYS = [
     dict.fromkeys(BOTH_WAYS, Direction(4_000_000)),
     dict.fromkeys(BOTH_WAYS, Direction(1_000_000, 0.04, 0.08)),
 ]
-"""What two choices of the autopilot send and cost at the only boundary: plain and few bits."""
+"""What two compressors send and cost at the only boundary: plain and few bits."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +16,6 @@ from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import Phased, Selectable
 from xcloud.comm.state import State, Stateful, load_states, states_of
 from xcloud.contracts.model import Stage
-from xcloud.features.privacy.gradients import PrivateGradients
-from xcloud.features.privacy.noise import private_contribution
-from xcloud.features.privacy.settings import Privacy
 from xcloud.features.replicas.links import averager_of_ends, replica_links
 from xcloud.features.replicas.replicas import Replicas
 from xcloud.features.tied.gradients import tied_gradients
@@ -85,6 +81,17 @@ class Rank:
         load_states(self.stateful, state, "a rank")
 
 
+@dataclass(frozen=True)
+class Guarded:
+    """What is done to gradients before they leave a cloud, whose ranks then report no losses.
+
+    guard: what Replicas takes to make its guards. hook: makes the hook of a trainer.
+    """
+
+    guard: Callable[..., Any] | None = None
+    hook: Callable[[Trainer], Hook] | None = None
+
+
 def ranks(
     layout: ClusterLayout,
     training: Training,
@@ -92,7 +99,7 @@ def ranks(
     schedule: Schedule = GPipe(2),  # noqa: B008
     plan: BatchPlan | None = None,
     strategy: Strategy = Strategy(),  # noqa: B008
-    privacy: Privacy | None = None,
+    guarded: Guarded | None = None,
     toy: Callable[[int, int], Stage] = ToyStage,
     are_early: bool = True,
     boundaries: Mapping[int, Boundary] | None = None,
@@ -136,11 +143,10 @@ def ranks(
                     links, wiring.groups[min(held.stages)], held.stages, choose, 7,
                     training.max_steps, [len(of(r, 1)) for r in range(layout.num_replicas)],
                     lambda replica, step: float(weigh(of(replica, step))), reporter,
-                    guard=partial(private_contribution, privacy=privacy)
-                    if privacy is not None and privacy.unit == "cloud" else None,
+                    guard=guarded.guard if guarded is not None else None,
                 )
             )  # fmt: skip
-        is_private = privacy is not None and layout.num_replicas > 1
+        is_private = guarded is not None and layout.num_replicas > 1
         make: type[Trainer] = Trainer
         if isinstance(schedule, TwoBuffered):
             make = TwoBufferedTrainer
@@ -152,8 +158,8 @@ def ranks(
             ),
         )  # fmt: skip
         hooks: list[Hook] = [ChannelMemories([*wiring.boundaries.channels.values()])]
-        if privacy is not None and privacy.unit == "sample":
-            hooks.append(PrivateGradients(privacy, trainer))
+        if guarded is not None and guarded.hook is not None:
+            hooks.append(guarded.hook(trainer))
         elif are_early and make is Trainer:
             hooks.append(overlapped_sums(trainer, wiring.groups))
         tied = tied_gradients(

@@ -1,5 +1,7 @@
 """The one list of the settings that features add to those of a job. Each stands in the feature's
-folder, in a settings.py that imports no room above this one."""
+folder, in a settings.py that imports no room above this one; feature_list.py imports what stands
+above a job, so that the two lists cannot be one. Of a feature that is deleted its setting stays
+here as `dropped={"NAME": VALUE}` of its class below, for files of earlier releases."""
 
 from __future__ import annotations
 

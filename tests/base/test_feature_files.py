@@ -1,5 +1,6 @@
 """To change or delete a feature is to open its folder, its YAML, its tests, its page and the one
-list (of features, their settings, their commands), and the few files that are named here."""
+list (of features, their settings, their commands), and the few files that are named here. Its
+tests are tests/features/test_NAME*.py, and NAME_rows.py, what shared tests know of it."""
 
 import ast
 import re
@@ -52,6 +53,7 @@ NAMED: dict[str, tuple[set[str], set[str]]] = {
         {
             "security/policy.py",  # the setting
             "job/approval.py",
+            "security/audit.py",  # says what measures it
         },
     ),
     "preferences": (
@@ -106,6 +108,34 @@ NAMED: dict[str, tuple[set[str], set[str]]] = {
 }
 
 
+# The other tests that name a feature. What tests of all features need stands in its NAME_rows.py.
+# Replicas, one-way jobs and checkpoints are kinds of work, of which tests everywhere are made.
+IN_TESTS: dict[str, set[str]] = {
+    "sentinel": set(),
+    "autopilot": set(),
+    "privacy": set(),
+    "weight_patches": {"features/test_privacy.py"},  # which refuses both
+    "until": {"job/test_policy_fuzz.py", "models/test_protocol_gpt.py"},
+    "two_buffered": {"combinations.py", "trainers.py"},
+    "preferences": {"models/test_far_device.py", "tasks/test_preferences.py"},
+    "tied": {
+        *("combinations.py", "features/test_sharding.py", "pipelines.py", "runs/test_changes.py"),
+        "trainers.py",
+    },
+    "sharding": {"planner/test_planning.py", "planner/test_trial.py", "runs/test_causal_run.py"},
+    "leak_meter": {
+        *("features/test_owners_features.py", "runs/test_changes.py"),
+        *("features/test_two_buffered.py", "runs/test_causal_run.py"),
+        *("security/test_defences.py", "security/test_visibility.py"),
+    },
+    "activation_cache": {
+        *("combinations.py", "features/test_autopilot.py", "features/test_owners_features.py"),
+        *("job/test_conf.py", "pipelines.py", "rank/test_switching.py", "runs/test_causal_run.py"),
+        *("runs/test_changes.py", "security/test_policy.py", "simulator/test_pricing.py"),
+    },
+}
+
+
 @cache
 def names_in(path: Path) -> frozenset[str]:
     """Return what a file's code names: identifiers, attributes and functions (also as .x and
@@ -123,6 +153,11 @@ def names_in(path: Path) -> frozenset[str]:
                 found.add(name)
             case ast.Constant(value=str(text)):
                 dotted = re.findall(r"\w+(?:\.\w+)+", text)
+                # An override: autopilot=on, security/privacy=sample.
+                dotted += [word.replace("/", ".") for word in re.findall(r"([\w./]+)=", text)]
+                # a.b.c names a.b as well, unless it is a file.
+                names = [n.split(".") for n in dotted if not n.endswith((".md", ".py"))]
+                dotted = [".".join(n[:end]) for n in names for end in range(1, len(n) + 1)]
                 found |= {text, *dotted, *(name.rpartition(".")[2] for name in dotted)}
             case ast.ImportFrom(module=str(module)):
                 found.add(module)
@@ -131,12 +166,13 @@ def names_in(path: Path) -> frozenset[str]:
     return frozenset(found)
 
 
-def files_that_name(feature: str, keys: set[str]) -> set[str]:
+def files_that_name(feature: str, keys: set[str], root: Path = PACKAGE) -> set[str]:
     """Return the files outside the folder that import from it, or have one of its keys."""
     found = set[str]()
-    for path in PACKAGE.rglob("*.py"):
-        file = path.relative_to(PACKAGE).as_posix()
-        if file in LISTS or file.startswith(f"features/{feature}/"):
+    own = (f"features/{feature}/", f"features/test_{feature}", f"features/{feature}_rows.py")
+    for path in root.rglob("*.py"):
+        file = path.relative_to(root).as_posix()
+        if file in LISTS or file.startswith(own):
             continue
         names = names_in(path)
         home = f"features.{feature}"
@@ -151,6 +187,13 @@ def test_a_feature_is_named_in_its_folder_and_few_other_files(feature: str) -> N
 
     assert files_that_name(feature, keys) == allowed
     assert len(allowed) <= MAX_FILES
+
+
+@pytest.mark.parametrize("feature", IN_TESTS)
+def test_a_feature_is_named_in_its_own_tests_and_few_others(feature: str) -> None:
+    keys, _ = NAMED[feature]
+    found = files_that_name(feature, keys, root=Path(__file__).parents[1])
+    assert found - {"base/test_feature_files.py"} == IN_TESTS[feature]
 
 
 def test_every_folder_of_features_is_counted_and_stands_in_the_list() -> None:

@@ -185,8 +185,8 @@ def test_settings_name_classes_of_the_package_only() -> None:
 
 def test_a_class_from_outside_is_seen_in_settings(tmp_path: Path) -> None:
     (tmp_path / "meter").mkdir()
-    (tmp_path / "meter" / "own.yaml").write_text("a: 1\nb: {_target_: experiments.one.Meter}\n")
-    assert targets_of(tmp_path) == {"experiments.one.Meter": "meter/own.yaml"}
+    (tmp_path / "meter" / "own.yaml").write_text("a: 1\nb: {_target_: experiments.one.Own}\n")
+    assert targets_of(tmp_path) == {"experiments.one.Own": "meter/own.yaml"}
 
 
 def test_nothing_is_imported_from_a_test() -> None:

@@ -22,7 +22,6 @@ from xcloud.comm.low_rank import Svd
 from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import TopK
 from xcloud.contracts.model import Batch, StageOutput
-from xcloud.feature_list import all_features
 from xcloud.features.activation_cache import feature
 from xcloud.features.activation_cache.cache import (
     CachingChannel,
@@ -228,7 +227,6 @@ FROZEN = ("+exp=bert_split_sst2", "data=glue_small", "recipe=lowrank_small",
         (["compression=int4"], "integers whose block divides 8"),
         (["compression=delta_int4"], "compression.forward_memory"),
         (["compression=phased_example"], "changes during the run"),
-        (["autopilot=on"], "changes during the run"),
     ],
 )
 def test_what_would_be_wrong_is_refused(overrides: list[str], said: str) -> None:
@@ -266,13 +264,3 @@ def test_a_frozen_bottom_may_be_kept() -> None:
 
     assert found.cached_boundaries == [0]  # type: ignore[attr-defined]
     assert "keeps up to 10 MB of frozen rows" in found.headline
-
-
-def test_a_trial_runs_without_features_by_the_values_that_mean_none() -> None:
-    found = {}
-    for one in all_features():
-        found |= one.left_out_of_trials
-    assert found == {
-        "security.meter": None, "security.privacy": None, "autopilot": None,
-        "training.activation_cache_mb": 0, "training.patches.every": 0,
-    }  # fmt: skip

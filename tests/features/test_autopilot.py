@@ -3,9 +3,11 @@ every boundary switch at the same step. Ranks are threads, their links are in me
 
 import json
 import random
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -316,6 +318,43 @@ def test_what_it_cannot_do_is_refused(overrides: list[str], named: str) -> None:
         build("+exp=abnet_iwslt", "autopilot=on", *overrides)
     with pytest.raises(ConfigError, match="are empty"):
         Autopilot({})
+
+
+CACHED = [
+    *("+exp=bert_split_sst2", "data=glue_small", "recipe=lowrank_small"),
+    *("model.split.freeze_bottom=true", "training.activation_cache_mb=10"),
+]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (CACHED, ["training.activation_cache_mb=10 keeps", "changes during the run"]),
+        (["+exp=lora_clm", "schedule=two_buffered"], ["schedule=two.buffered", "autopilot"]),
+        (
+            ["+exp=dpo_reviews"],
+            ["task=preferences asks the model of the start",
+             r"compression changes during the run \(autopilot.*take one compression"],
+        ),
+    ],
+)  # fmt: skip
+def test_what_needs_one_compression_for_all_of_a_run_refuses_it(
+    overrides: list[str], said: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        build(*overrides, "autopilot=on").check()
+    assert [one for one in said if not re.search(one, str(raised.value), re.DOTALL)] == []
+
+
+def test_a_run_that_chooses_its_compression_names_no_command_to_try_its_model(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "model").mkdir()
+    for stage in range(2):
+        (tmp_path / "model" / f"stage{stage}.safetensors").touch()
+    for choice, is_told in (("off", True), ("on", False)):
+        job = build("+exp=lora_clm", "profile=demo", f"autopilot={choice}")
+        assert (job.next_command(tmp_path) is not None) == is_told
 
 
 def test_one_way_jobs_have_nothing_to_choose() -> None:

@@ -8,18 +8,14 @@ from typing import Any
 
 import pytest
 
+from tests.feature_rows import Shown, Told, feature_rows
 from tests.figures import check_figures, figures_of
 from xcloud.feature_list import FIGURES
-from xcloud.features.leak_meter.figures import LEAKS
-from xcloud.features.one_way.figures import PRODUCERS
 from xcloud.features.one_way.job import OneWayStatistics
 from xcloud.features.one_way.layout import OneWayCloud, OneWayLayout
-from xcloud.features.privacy.figures import GUARANTEE
-from xcloud.features.replicas.figures import MERGES
-from xcloud.features.sentinel.figures import DEPARTURES
-from xcloud.features.until.figures import TARGET
-from xcloud.features.weight_patches.figures import WEIGHTS
 from xcloud.record.feature_figures import FeatureFigure
+from xcloud.record.run_figures import OF_EVERY_RUN
+from xcloud.record.run_record import RunRecord
 from xcloud.record.summary import RunStatistics
 from xcloud.record.usage import USAGE
 
@@ -199,127 +195,54 @@ def test_what_is_told_of_a_step_counts_no_longer_once_a_run_has_gone_back_before
     assert {event["event"] for event in statistics.events(*kinds)} == {*kinds}
     statistics.feed({"event": "resume", "rank": 0, "cloud": "a", "t": 2.0, "step": 4})
     left = {event["event"] for event in statistics.events(*kinds)}
-    assert left == {"line", "privacy", "refused_reports"}, "they are of the whole run"
+    of_features = [rows.figure for rows in feature_rows().values() if rows.whole_run]
+    kept = {kind for figure in of_features if figure for kind in figure.kinds}
+    assert left == {"line", "refused_reports", *kept}, "they are of the whole run"
 
 
-DEPARTURE = {
-    "step": 5, "sender": 1, "peer": "cloud b", "stream": "activations", "statistic": "norm",
-    "value": 12.345, "usual": 1.0, "deviation": 0.25,
-}  # fmt: skip
+FIGURES_OF = {n: rows.figure for n, rows in feature_rows().items() if rows.figure is not None}
+USED = Shown(
+    {"egress_bytes": {"a": 2000, "b": 500}, "rank_hours": {"a": 0.5, "b": 0.25},
+     "cost": {"total": 1.25, "compute": {"a": 1.0}, "egress": {"a": 0.25}}},
+    [("left a", "2.00 kB", "in all attempts; its ranks ran 30 min together"),
+     ("left b", "500 B", "in all attempts; its ranks ran 15 min together"),
+     ("cost", "1.25", "a 1 for ranks and 0.25 for bytes")],
+    {"egress_bytes": 2500, "rank_hours": 0.75, "cost": 1.25},
+)  # fmt: skip
+
+
+def test_every_figure_of_a_feature_has_rows() -> None:
+    """So that none is left out below."""
+    of_any_run = [*map(id, (*OF_EVERY_RUN, USAGE))]
+    of_features = [one for one in FIGURES if id(one) not in of_any_run]
+    assert {*map(id, FIGURES_OF.values())} == {*map(id, of_features)}
 
 
 @pytest.mark.parametrize(
-    ("figure", "summary", "rows", "metrics"),
+    ("figure", "shown"),
     [
-        (LEAKS, {}, [], {}),
-        (
-            LEAKS,
-            {"label_leak_auc": 0.75, "label_leak_auc_gradient": 0.8, "token_recovery": 0.5,
-             "token_recovery_baseline": 0.125, "averaging_token_recovery": 0.25,
-             "averaging_token_recovery_baseline": 0.1, "averaging_order_recovery": 0.05},
-            [("label leak, AUC", "0.750", "gradients 0.800, 0.5 = nothing leaks"),
-             ("tokens recovered", "50.0 %", "12.5 % without looking"),
-             ("tokens read in averages", "25.0 %", "10.0 % without looking, word order 5.0 %")],
-            {"label_leak_auc": 0.75, "label_leak_auc_gradient": 0.8, "token_recovery": 0.5,
-             "token_recovery_baseline": 0.125, "averaging_token_recovery": 0.25,
-             "averaging_token_recovery_baseline": 0.1, "averaging_order_recovery": 0.05},
-        ),
-        (
-            PRODUCERS,
-            {"feed": {"bytes_per_token": 2.345, "num_skipped": 3, "producers": {
-                "a": {"state": "active", "loss": 1.5, "num_batches": 9, "share_taken": 0.75},
-                "b": {"state": "dead", "loss": None, "num_batches": 0, "share_taken": None}}}},
-            [("bytes per token", "2.35", "between clouds, counted"),
-             ("fed by a", "75.0 %", "9 batches, loss 1.500"),
-             ("fed by b", "0.0 %", "0 batches, loss -, dead"),
-             ("batches missed", "3", "of slow or lost producers")],
-            {"bytes_per_token": 2.345, "num_skipped": 3},
-        ),
-        (PRODUCERS, {}, [], {}),
-        (
-            GUARANTEE,
-            {"privacy": {"unit": "sample", "delta": 1e-5, "epsilon": 3.14159,
-                         "epsilon_if_sampled": 0.5}},
-            [("privacy, epsilon", "3.14",
-              "by sample, delta 1e-05; 0.50 if batches were random and secret")],
-            {"epsilon": 3.14159},
-        ),
-        (
-            GUARANTEE,
-            {"privacy": {"unit": "cloud", "delta": 1e-5, "epsilon": None,
-                         "epsilon_if_sampled": None}},
-            [("privacy, epsilon", "-", "by cloud, delta 1e-05")],
-            {},
-        ),
-        (
-            MERGES,
-            {"merges": {"whole": 7, "partial": 2, "clouds_late": 3, "clouds_lost": 1,
-                        "clouds_back": 0}},
-            [("merges", "9", "2 without a cloud; clouds: 3 late, 1 lost, 0 back")],
-            {},
-        ),
-        (
-            TARGET,
-            {"target": "bleu >= 30", "steps_to_target": 40, "steady_step_s": 0.5,
-             "time_to_target_s": 20.0},
-            [("steps to target", "40", "bleu >= 30: 20.0 s at a steady 500 ms a step")],
-            {"steps_to_target": 40.0, "time_to_target_s": 20.0},
-        ),
-        (TARGET, {"target": "bleu >= 30", "steps_to_target": None}, [], {}),
-        (
-            WEIGHTS,
-            {"weight_patches": {"share_of_whole": 0.0625, "patch_bytes": 2000, "num_patches": 4,
-                                "num_snapshots": 1, "snapshot_bytes": 3e6, "pause_s": None}},
-            [("weight patches", "4", "2.00 kB, 6.2 % of whole weights; 1 snapshots, 3.00 MB; "
-              "docs/follow-weights.md")],
-            {"weight_patches.share_of_whole": 0.0625, "weight_patches.patch_bytes": 2000.0,
-             "weight_patches.num_patches": 4.0, "weight_patches.num_snapshots": 1.0,
-             "weight_patches.snapshot_bytes": 3e6},
-        ),
-        (
-            DEPARTURES,
-            {"departures": [DEPARTURE, {**DEPARTURE, "step": 9}]},
-            [("sudden departures", "2", "first: norm of cloud b in step 5; docs/security.md")],
-            {"departures": 2.0},
-        ),
-        (DEPARTURES, {"departures": []}, [], {}),
-        (
-            USAGE,
-            {"egress_bytes": {"a": 2000, "b": 500}, "rank_hours": {"a": 0.5, "b": 0.25},
-             "cost": {"total": 1.25, "compute": {"a": 1.0}, "egress": {"a": 0.25}}},
-            [("left a", "2.00 kB", "in all attempts; its ranks ran 30 min together"),
-             ("left b", "500 B", "in all attempts; its ranks ran 15 min together"),
-             ("cost", "1.25", "a 1 for ranks and 0.25 for bytes")],
-            {"egress_bytes": 2500, "rank_hours": 0.75, "cost": 1.25},
-        ),
+        pytest.param(USAGE, USED, id="usage"),
+        *(pytest.param(figure, one, id=name)
+          for name, figure in FIGURES_OF.items() for one in feature_rows()[name].shown),
     ],
 )  # fmt: skip
 def test_a_features_figures_are_rows_and_metrics_to_the_letter(
-    figure: FeatureFigure,
-    summary: dict[str, Any],
-    rows: list[tuple[str, str, str]],
-    metrics: dict[str, float],
+    figure: FeatureFigure, shown: Shown
 ) -> None:
-    assert [*figure.rows(summary)] == rows and dict(figure.metrics(summary)) == metrics
+    assert [*figure.rows(shown.summary)] == [*shown.rows]
+    assert dict(figure.metrics(shown.summary)) == shown.metrics
 
 
-def test_a_sudden_departure_is_told_with_what_is_usual() -> None:
-    assert DEPARTURES.notice is not None
-    assert DEPARTURES.notice(DEPARTURE) == (
-        "step 5: what rank 1 (cloud b) sends, activations, has changed suddenly: norm 12.3, usual "
-        "is 1 ± 0.25"
-    )
-
-
-def test_weight_patches_are_summed_by_kind_beside_whole_weights() -> None:
-    def wrote(is_whole: bool, num_bytes: int) -> dict[str, Any]:
-        return {"is_whole": is_whole, "num_bytes": num_bytes, "num_values": 100,
-                "pause_s": 0.5, "write_s": 0.25}  # fmt: skip
-
-    found = WEIGHTS.in_summary([wrote(True, 200), wrote(False, 30), wrote(False, 10)])
-    assert found == {"weight_patches": {
-        "num_patches": 2, "patch_bytes": 40, "num_snapshots": 1, "snapshot_bytes": 200,
-        "share_of_whole": 0.1, "pause_s": 1.5, "write_s": 0.75,
-    }}  # fmt: skip
-    only_whole = WEIGHTS.in_summary([wrote(True, 200)])["weight_patches"]
-    assert only_whole["share_of_whole"] is None and only_whole["num_patches"] == 0
+@pytest.mark.parametrize(
+    ("figure", "told"),
+    [pytest.param(figure, one, id=name)
+     for name, figure in FIGURES_OF.items() for one in feature_rows()[name].told],
+)  # fmt: skip
+def test_a_feature_sums_its_events_and_says_what_a_user_is_to_see_at_once(
+    figure: FeatureFigure, told: Told
+) -> None:
+    events = [dict(event) for event in told.events]
+    assert {event["event"] for event in events} <= {*figure.kinds}
+    assert figure.in_summary(events) == told.summed
+    assert [figure.notice(event) for event in events if figure.notice] == [*told.notices]
+    assert RunRecord({}, FIGURES, events=events).marks == [*told.marks]

@@ -19,6 +19,7 @@ from tests.causal_models import SMALL
 from tests.combinations import FACTORS, experiment
 from tests.combinations import losses as steps_of
 from tests.configs import composed
+from tests.feature_rows import feature_rows
 from tests.line_links import Proxy
 from tests.owners import Owners, address
 from tests.runs import free_port, weights
@@ -100,8 +101,8 @@ class Row:
     changed: settings beside overrides, by dotted name.
     then: overrides with which all start again in the same folders.
     is_cut: whether the line between the first two clouds is cut again and again.
-    is_noisy: noise is drawn from no seed, so only the account of privacy is as on one machine.
-    switches: the ranks of every cloud send hidden states or gradients in more than one form.
+    alike: an event and its field that alone are as on one machine: noise is drawn from no seed.
+    switches: an event at which all clouds begin to send what crosses in another form.
     """
 
     overrides: Sequence[str]
@@ -111,8 +112,8 @@ class Row:
     changed: dict[str, Any] = field(default_factory=dict)
     then: Sequence[str] = ()
     is_cut: bool = False
-    is_noisy: bool = False
-    switches: bool = False
+    alike: tuple[str, str] | None = None
+    switches: str = ""
 
     def config(self, overrides: Sequence[str]) -> dict[str, Any]:
         """Return the config of the same job on this machine, as a run takes it."""
@@ -139,9 +140,8 @@ SHARDED = [f"cluster.clouds.cloud_{name}.{one}" for name in "ab"
            for one in ("num_ranks=2", "shard=true")]  # fmt: skip
 PAIR = "tests.combinations.PairModel"
 LAST_TWO = ("cloud_b", "cloud_c")
-ALL_VALUES = {"_target_": "xcloud.comm.sparsify.TopK", "rate": 1.0}  # exact, and larger
-# The noise of privacy and defences is drawn from no seed, which other clouds know: where weights
-# are compared it is none or next to none.
+# Noise is drawn from no seed, which other clouds know: where weights are compared it is next to
+# none.
 ROWS = {
     "three owners, tied ends, 1F1B": Row(
         ["schedule=one_forward_one_backward", "schedule.num_micro_batches=8"], "three_clouds",
@@ -161,14 +161,6 @@ ROWS = {
     "sharded replicas": Row(
         [*SHARDED, "schedule.num_micro_batches=4", "strategy=data_parallel"]
     ),
-    "autopilot": Row(
-        ["autopilot=on", "~autopilot.choices.int8", "~autopilot.choices.int4",
-         "~autopilot.choices.transform", "+compression@autopilot.choices.plain=none",
-         "autopilot.worth=1.000001", "autopilot.confirm=1", "autopilot.dwell=1",
-         "training.max_steps=40"],
-        changed={"compression": {way: ALL_VALUES for way in ("forward", "backward")}},
-        switches=True,
-    ),
     "hybrid of four": Row(["strategy=hybrid"], listen=["cloud_a", "cloud_d"], compose=four_clouds),
     "median of three": Row(
         ["strategy=data_parallel", "+strategy/averaging/merge=median", *THREE], "three_clouds",
@@ -177,25 +169,9 @@ ROWS = {
     "late gradients by PowerSGD": Row(
         ["strategy=data_parallel", "strategy.averaging.delay=1", "compression=powersgd"]
     ),
-    "privacy of a sample": Row(
-        ["strategy=data_parallel", "security/privacy=sample", "security.privacy.noise=0",
-         "schedule.num_micro_batches=8"],
-    ),
-    "privacy of a cloud, cut": Row(
-        [*LOCAL, "security/privacy=cloud", "security.privacy.noise=0", "training.max_steps=100"],
-        is_cut=True,
-    ),
-    "noise of privacy": Row(
-        ["strategy=data_parallel", "security/privacy=sample", "security.privacy.noise=1",
-         "schedule.num_micro_batches=8"],
-        is_noisy=True,
-    ),
     "memories and passes, cut": Row(
         ["compression=delta_int4", "training.accumulate_steps=2", "training.max_steps=60"],
         is_cut=True,
-    ),
-    "mailbox of three": Row(
-        [*LOCAL, "security/privacy=cloud", "security.privacy.noise=0"], "three_clouds", ()
     ),
     "mailbox, streaming": Row(
         ["strategy=streaming", "strategy.averaging.every=8", "compression=int4",
@@ -209,6 +185,7 @@ ROWS = {
     "another compressor of averages": Row(
         LOCAL, then=[*LOCAL, "compression=int4", "training.max_steps=16"]
     ),
+    **{name: Row(**row) for own in feature_rows().values() for name, row in own.owners.items()},
 }  # fmt: skip
 
 
@@ -233,13 +210,14 @@ def test_several_owners_learn_what_one_machine_learns(name: str, tmp_path: Path)
             owners.finish(**words)
             run(Settings.of(row.config(overrides)), whole, resumes=check_can_go_on)
     first = owners.run_dir(owners.clouds[0])
-    if row.is_noisy:
-        [own], [theirs_too] = (told(folder, "privacy") for folder in (first, whole))
-        assert own["epsilon"] == theirs_too["epsilon"] > 0
+    if row.alike is not None:
+        event, name = row.alike
+        [own], [theirs_too] = (told(folder, event) for folder in (first, whole))
+        assert own[name] == theirs_too[name] > 0
         assert steps_of(first) != steps_of(whole)
         return
     if row.switches:
-        assert told(first, "autopilot")
+        assert told(first, row.switches)
         assert all(len(forms_sent(owners.run_dir(cloud))) > 1 for cloud in owners.clouds)
     assert steps_of(first) == steps_of(whole)
     ours = {n: one for cloud in owners.clouds for n, one in weights(owners.run_dir(cloud)).items()}

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import count
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor
 
+from tests.causal_models import SMALL
 from tests.configs import build
+from tests.nightly import first_daily
 from tests.pipelines import D, ToyStage, in_threads, samples
+from tests.plan_pieces import COMPRESSORS, piece
 from tests.replicas import connected
-from tests.trainers import Rank, ranks, update
+from tests.toy import toy_config
+from tests.trainers import Guarded, Rank, ranks, update
 from xcloud.base.errors import ConfigError
 from xcloud.comm.compressor import Chain
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.features.privacy.account import account
+from xcloud.features.privacy.gradients import PrivateGradients
 from xcloud.features.privacy.noise import (
     gaussian_epsilon,
     max_squared_uses,
@@ -29,10 +39,13 @@ from xcloud.features.privacy.settings import Privacy
 from xcloud.features.replicas.averaging import AllToAll, ReplicaLinks, Terms
 from xcloud.features.replicas.gradient_averaging import GradientAveraging
 from xcloud.features.replicas.local_updates import LocalUpdates
+from xcloud.job.config import Settings
 from xcloud.job.strategy import Strategy
 from xcloud.layout import Cloud, ClusterLayout
 from xcloud.pipeline.batch_plan import BatchPlan
 from xcloud.pipeline.settings import Optimizer, Training
+from xcloud.planner.planning import Planner
+from xcloud.simulator.costs import Profile
 
 LOCAL = ClusterLayout({"local": Cloud(1, [0, 1])}, "free")
 LANES = ClusterLayout({"local": Cloud(2, [0, 1], one_stage_per_rank=False)}, "free")
@@ -44,9 +57,18 @@ BATCH = 8
 SINGLES = Training(9, batch_size=BATCH, accumulate_steps=4, optimizer=Optimizer(0.05, 1))
 
 
+def guarded(privacy: Privacy | None) -> Guarded | None:
+    """Return what a rank of a toy job does for privacy, as features/privacy/feature.py does it."""
+    if privacy is None:
+        return None
+    if privacy.unit == "cloud":
+        return Guarded(guard=partial(private_contribution, privacy=privacy))
+    return Guarded(hook=partial(PrivateGradients, privacy))
+
+
 def job(name: str, privacy: Privacy | None) -> list[Rank]:
     layout, strategy = EVERYTHING[name]
-    return ranks(layout, SINGLES, strategy=strategy, privacy=privacy)
+    return ranks(layout, SINGLES, strategy=strategy, guarded=guarded(privacy))
 
 
 def gradients(job: Sequence[Rank]) -> list[Tensor]:
@@ -245,6 +267,56 @@ def test_privacy_that_would_not_hold_is_refused() -> None:
     singles = "training.batch_size=16 schedule.num_micro_batches=4 training.accumulate_steps=4"
     made = build(*exp, "strategy=data_parallel", "security/privacy=sample", *singles.split())
     assert "private by sample (clip 1, noise 1.1)" in made.headline
+
+
+PATCHES = "training.patches.every=2"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ["+exp=lora_clm", "cluster=two_clouds_dp", "+cluster.clouds.cloud_a.shard=true"],
+            "bounds gradients of full stages",
+        ),
+        (
+            ["+exp=lora_clm", "model.lora=null", "model.embeddings=tie", "model.own.tied=true"],
+            r"security\.privacy adds noise to each of them",
+        ),
+        (
+            [*SMALL, PATCHES, "cluster=local", "training.accumulate_steps=2"],
+            f"{PATCHES}.*set security/privacy=none",
+        ),
+    ],
+)
+def test_what_needs_gradients_of_full_batches_refuses_it(overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){said}"):
+        build(*overrides, "security/privacy=sample").check()
+
+
+def test_only_passes_of_single_samples_are_planned() -> None:
+    words = ["strategy=data_parallel", "security/privacy=sample", "training.batch_size=4"]
+    given = ["plan=show", "cluster/wan=line_8m", *words]
+    config = OmegaConf.create(toy_config("two_clouds", given))
+    config.plan.search, config.plan.rows = ["micro_batches", "schedule"], 50
+    pieces = [replace(piece("front"), blocks=0), replace(piece("head", boundary=None), blocks=0)]
+    profile = Profile(pieces, dict.fromkeys(COMPRESSORS, COMPRESSORS["none"]))
+    best = Planner(Settings.of(config)).report(profile).ranked.best
+    assert {one.plan.micro_batches for one in best} == {4}
+
+
+@pytest.mark.parametrize("unit", first_daily(["cloud", "sample"], count=1))
+def test_a_trial_adds_no_noise_which_a_pipeline_could_not(tmp_path: Path, unit: str) -> None:
+    given = ["plan=show", "strategy=local_updates", f"security/privacy={unit}"]
+    config = OmegaConf.create(toy_config("two_clouds", given))
+    config.cache_dir, config.plan.trial_steps = str(tmp_path / "cache"), 1
+    config.schedule.num_micro_batches = config.training.batch_size = 16
+
+    trial = Planner(Settings.of(config)).trial
+
+    found: Any = trial.trial_settings.job
+    assert found.security.privacy is None and found.strategy == Strategy()
+    assert len(trial.shapes) > 4, "several numbers of micro-batches, and zero bubble"
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

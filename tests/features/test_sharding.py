@@ -278,7 +278,6 @@ def test_a_stage_can_be_dealt_in_one_cloud_and_in_both() -> None:
         (["strategy=data_parallel"], r"stage 0 is held as .*cloud_b': \(False, 2\)"),
         (["strategy=local_updates"], r"strategy=local_updates averages full replicas"),
         (["model.lora=null", "model.own.tied=true", "model.embeddings=tie"], "embeddings=tie"),
-        (["security/privacy=sample"], "bounds gradients of full stages"),
         (
             ["schedule=zero_bubble", "+cluster.clouds.cloud_b.shard=true"],
             "zero bubble .* puts off",

@@ -162,8 +162,6 @@ def test_ties_are_refused_where_their_gradients_would_tell_the_words() -> None:
         ConfigError, match=r"needs both ends in every update, but strategy=local_updates"
     ):
         Settings.of(composed(*tied, "strategy=local_updates"))
-    with pytest.raises(ConfigError, match=r"security\.privacy adds noise to each of them"):
-        Settings.of(composed(*tied, "security/privacy=sample"))
     for holders in ("{text: [cloud_a]}", "{label: [cloud_b]}"):
         with pytest.raises(ConfigError, match="gradients that show which words"):
             Settings.of(composed(*tied, f"+security.holders={holders}"))

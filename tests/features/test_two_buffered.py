@@ -313,7 +313,6 @@ def test_a_window_has_each_action_once_and_waits_for_nothing_later(
     ("words", "named"),
     [
         (["training.accumulate_steps=2"], "training.accumulate_steps=2 makes several passes"),
-        (["autopilot=on"], "autopilot"),
         (["strategy=data_parallel"], "strategy=data_parallel"),
         (["strategy=local_updates"], "strategy=local_updates"),
         (["cluster.clouds.cloud_b.shard=true", "cluster.clouds.cloud_b.num_ranks=2"], "shard"),

@@ -722,10 +722,6 @@ REFUSED = [
         "shard leaves each rank sums",
     ),
     (["model.split.layer=1", "model.split.rank=4"], "leave model.split out"),
-    (
-        ["cluster=local", "security/privacy=sample", "training.accumulate_steps=2"],
-        "set security/privacy=none",
-    ),
     (["+security.weights={head: [cloud_b]}"], "security.weights keeps parts of the model"),
 ]
 

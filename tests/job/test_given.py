@@ -12,6 +12,7 @@ from tests.configs import composed
 from tests.nightly import each_once, first_daily
 from tests.toy import toy_config
 from xcloud.base.errors import ConfigError
+from xcloud.base.settings import settings
 from xcloud.base.wording import WISHED
 from xcloud.base.yaml_text import to_yaml
 from xcloud.features.one_way.feed import Feed
@@ -260,6 +261,28 @@ def test_a_key_that_is_no_more_is_taken_with_its_old_value_alone() -> None:
     assert plain == {"feed": {"_target_": kind, "run_ahead": 9}}
     with pytest.raises(ConfigError, match=r"feed\.order is no setting any more: .* 'fixed'"):
         drop_keys({"feed": {"_target_": kind, "order": "arrival"}})
+
+
+@settings(kw_only=True, dropped={"alarm": None, "group": {"every": 0}})
+class OfFeatures:
+    """As feature_settings.py has one, of two features that are no more."""
+
+
+@settings("whole")
+class Whole(OfFeatures):
+    own: int = 1
+
+
+def test_what_was_a_features_is_taken_out_of_the_settings_that_it_was_added_to() -> None:
+    kind = f"{Whole.__module__}.{Whole.__qualname__}"
+    off = {"_target_": "somewhere.Gone", "every": 0, "url": None}
+    for alarm in (None, {"_target_": "xcloud.base.settings.nothing"}):
+        node = {"_target_": kind, "own": 2, "alarm": alarm, "group": off}
+        drop_keys({"whole": node})
+        assert node == {"_target_": kind, "own": 2}
+    for key, value in {"alarm": "stop", "group": {**off, "every": 2}}.items():
+        with pytest.raises(ConfigError, match=rf"whole\.{key} is no setting any more"):
+            drop_keys({"whole": {"_target_": kind, key: value}})
 
 
 @pytest.mark.parametrize("value", ["x", {"_target_": "xcloud.tasks.tokenizer.TrainedTokenizer"}])

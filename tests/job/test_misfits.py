@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.configs import build
+from tests.feature_rows import feature_rows
 from xcloud.comm.compression import Compression
 from xcloud.comm.compression_plans import Phase, Phased
 from xcloud.job.misfits import misfits
@@ -19,13 +20,12 @@ MISFITS = {
         r"ends in its warm-up: it reaches 0\.5 % of training\.optimizer\.learning_rate.*=4000",
     ),
     "evaluation": (["training.evaluate_every=21"], r"training\.evaluate_every=21 is more than"),
-    "patches": (["training.patches.every=30"], r"training\.patches\.every=30 is more than"),
-    "look of the autopilot": (["autopilot=on", "autopilot.every=50"], r"autopilot\.every=50"),
     "merges": (["strategy=local_updates", "strategy.averaging.every=40"], r"every=40 is more"),
     "own pre-training": (
         ["model.own.pretraining.steps=10", "model.own.pretraining.warmup_steps=20"],
         r"model\.own\.pretraining\.warmup_steps=20 is more than model\.own\.pretraining\.steps=10",
     ),
+    **{name: row for rows in feature_rows().values() for name, row in rows.misfits.items()},
 }
 
 

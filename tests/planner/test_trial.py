@@ -16,11 +16,12 @@ from omegaconf import OmegaConf
 
 from benchmarks.paper_step import simulate
 from tests import runs
-from tests.nightly import first_daily
+from tests.feature_rows import feature_rows
 from tests.plan_pieces import EIGHT
 from tests.toy import ToyModel, ToyStage, toy_config
 from xcloud.base.errors import ConfigError, RunFailed
 from xcloud.comm.compression import Compression
+from xcloud.feature_list import all_features
 from xcloud.job import config as configs
 from xcloud.job.strategy import Strategy
 from xcloud.launch.processes import RunStopped
@@ -372,13 +373,9 @@ def test_stage_facts_count_what_layers_keep_for_weights_that_wait() -> None:
     assert meter.facts == before, "the first forward in training alone is counted"
 
 
-@pytest.mark.parametrize("privacy", first_daily(["cloud", "sample"], count=1))
-def test_a_trial_adds_no_noise_which_a_pipeline_could_not(tmp_path: Path, privacy: str) -> None:
-    config = toy(tmp_path, "strategy=local_updates", f"security/privacy={privacy}")
-    config.schedule.num_micro_batches = config.training.batch_size = 16
-
-    trial = trial_of(config)
-
-    found: Any = trial.trial_settings.job
-    assert found.security.privacy is None and found.strategy == Strategy()
-    assert len(trial.shapes) > 4, "several numbers of micro-batches, and zero bubble"
+def test_a_trial_runs_without_features_by_the_values_that_mean_none() -> None:
+    found: dict[str, object] = {}
+    for one in all_features():
+        found |= one.left_out_of_trials
+    rows = (rows.left_out_of_trials for rows in feature_rows().values())
+    assert found == {key: value for own in rows for key, value in own.items()} != {}

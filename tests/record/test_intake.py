@@ -13,6 +13,7 @@ import torch
 from omegaconf import OmegaConf
 
 from tests.event_lines import DEEP, MAX_STEPS, SCORERS, STEP, Desk
+from tests.feature_rows import feature_rows
 from tests.toy import toy_config
 from xcloud.base.errors import FrameError
 from xcloud.feature_list import FIGURES
@@ -31,15 +32,9 @@ from xcloud.show.monitor import Monitor
 OF_RANK_0 = {
     "data": "name digest rows",
     "resume": "step changed",
-    "autopilot": "step choice before reason predicted_s",
-    "privacy": "unit clip noise delta epsilon epsilon_if_sampled sampling_rate num_updates",
-    "producer": "producer state step",
-    "target": "step target",
-    "merge": "step weights",
-    "partial_merge": "step weights",
-    "absence": "absent ranks what step",
     "refused_reports": "sender num reason",
     "line": "to round_trip_s bandwidth_bits_per_s num_cuts num_outages outage_s sent_again_bytes",
+    **{event: own for rows in feature_rows().values() for event, own in rows.of_rank_0.items()},
 }
 """Fields of what nobody but rank 0 reports, of all."""
 FINISH = {"event": "finish"}

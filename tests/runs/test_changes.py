@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.attempts import CODECS, TRAINING, Shape, job
 from tests.channels import same_state, stored
 from tests.configs import composed
+from tests.feature_rows import feature_rows
 from tests.local_replicas import Diary, Scalar
 from tests.nightly import each_once, first_daily
 from tests.pipelines import TiedToy, in_threads
@@ -24,7 +25,6 @@ from xcloud.base.outcome import Outcome
 from xcloud.base.settings import DROPPED, MOVED
 from xcloud.comm.state import MEMORY, OUTER, State, load_states, states_of
 from xcloud.feature_settings import OUTCOMES
-from xcloud.features.autopilot.settings import Autopilot
 from xcloud.features.checkpoints import resume as table
 from xcloud.features.checkpoints.common_step import newest_common
 from xcloud.features.checkpoints.resume import (
@@ -37,11 +37,9 @@ from xcloud.features.checkpoints.resume import (
     outcome_of,
 )
 from xcloud.features.checkpoints.saving import about_part
-from xcloud.features.one_way.feed import Feed
 from xcloud.features.replicas.gradient_averaging import GradientAveraging
 from xcloud.features.replicas.late import GoOn
 from xcloud.features.replicas.local_updates import LocalUpdates
-from xcloud.features.weight_patches.settings import Patches
 from xcloud.job.compared import as_text
 from xcloud.job.config import Settings
 from xcloud.job.given import resumed
@@ -190,9 +188,7 @@ GROUPS: dict[str, type] = {
     "training": Training,
     "training.optimizer": Optimizer,
     "training.checkpoint": Checkpoints,
-    "training.patches": Patches,
-    "autopilot": Autopilot,
-    "feed": Feed,
+    **{key: kind for rows in feature_rows().values() for key, kind in rows.groups.items()},
 }
 
 
@@ -451,6 +447,7 @@ def test_a_class_that_has_moved_or_a_key_that_is_no_more_is_no_change() -> None:
     for kind, dropped in DROPPED.items():
         now = {"feed._target_": as_text(kind)}
         saved = {**now, **{f"feed.{key}": as_text(value) for key, value in dropped.items()}}
+        saved |= {f"feed.{key}.of_a_group": "0" for key in dropped}
         assert changes(saved, now, both, both).said == []
 
 

@@ -12,6 +12,7 @@ import torch
 from tests.combinations import (
     FIRST,
     NAMES,
+    OF_FEATURES,
     SAVED,
     STEPS,
     Row,
@@ -35,9 +36,9 @@ AVERAGES_ALL = ("pipeline", "data_parallel", "hybrid")
 def has_draws(row: Row) -> bool:
     """Noise that the machine draws, choices by measured times, clouds that begin again with what
     the first one merged: no two runs are alike."""
-    noise = row["privacy"] != "none" or row["defences"] == "gaussian"
-    noise |= row["defences"] == "max_norm"
-    return noise or row["autopilot"] == "on" or row["strategy"] == "elastic"
+    if row["defences"] in ("gaussian", "max_norm") or row["strategy"] == "elastic":
+        return True
+    return any(row[name] in factor.draws for name, factor in OF_FEATURES.items())
 
 
 def check(row: Row, tmp_path: Path, patch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from tests.codecs import ERRORS
 from tests.event_lines import DEEP, STEP, Desk
+from tests.feature_rows import feature_rows
 from tests.local_replicas import MEAN, rounds_of
 from tests.owners import folder_of_keys, keys_of
 from tests.replicas import Post
@@ -47,7 +48,6 @@ from xcloud.comm.step_clock import StepClock
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.comm.transform import Transform
 from xcloud.doctor.talk import Facts, unpack_facts
-from xcloud.features.autopilot.pilot import like
 from xcloud.features.one_way.feed import Order
 from xcloud.features.one_way.intake import Inbox
 from xcloud.features.one_way.layout import OneWayCloud, OneWayLayout
@@ -55,9 +55,6 @@ from xcloud.features.one_way.producer import OrderBook
 from xcloud.features.replicas.averaging import Terms
 from xcloud.features.replicas.late import Skip
 from xcloud.features.replicas.local_updates import LocalUpdates
-from xcloud.features.weight_patches.codec import bits_of
-from xcloud.features.weight_patches.objects import decode as decode_weights
-from xcloud.features.weight_patches.objects import encode as encode_weights
 from xcloud.line.hello import (
     Hello,
     HelloRefusal,
@@ -330,11 +327,6 @@ def norms() -> Parser:
     return Parser(honest, lambda parts: check_norms(parts, 2, 1))
 
 
-def measures() -> Parser:
-    mine = torch.zeros(3, 4, dtype=torch.float64)
-    return Parser([(mine + 1,)], lambda parts: like(mine, parts, 1))
-
-
 def answers() -> Parser:
     total = whole(1.0, dtype=torch.float64)
     honest = [(total,), (total, whole(1, dtype=torch.uint8))]
@@ -454,16 +446,6 @@ def reports(folder: Path) -> Parser:
     return Parser(honest, take)
 
 
-def weight_objects() -> Parser:
-    drawn = torch.Generator().manual_seed(1)
-    first, second = ({"w": bits_of(torch.randn(40, 9, generator=drawn))} for _ in range(2))
-    about = {"run": "r s1", "attempt": 1, "stage": 0, "is_last": False}
-    whole = encode_weights(first, None, {"lora": True}, {"t/a": b"{}"}, step=1, base=None, **about)
-    patch = encode_weights(second, first, {}, {}, step=2, base=1, **about)
-    before = decode_weights(whole, before=None)
-    return Parser([whole, patch], lambda data: decode_weights(data, before=before))
-
-
 def checkpoint_headers(folder: Path) -> Parser:
     kept = CheckpointFolder(folder / "kept")
     kept.write(3, 0, {"w": torch.ones(3), "n": 4}, {"seed": 1})
@@ -480,15 +462,20 @@ PARSERS: dict[str, Callable[..., Parser]] = {
     maker.__name__: maker
     for maker in (
         frames, bit_planes, rows_in_a_basis, packed_ids, ranked_ids, gaps, orders, batches,
-        norms, measures, answers, codes, ages, facts, tables, verdicts, words, told_steps,
+        norms, answers, codes, ages, facts, tables, verdicts, words, told_steps,
         contributions, hub, member, reports,
         greetings, doctors_facts, pieces, sealed, mailbox_objects, notes,
-        checkpoint_headers, weight_objects,
+        checkpoint_headers,
     )
 }  # fmt: skip
 PARSERS |= {
     f"boundary {number} {c.label}": lambda c=c: boundary(c)  # type: ignore[misc]
     for number, (c, _) in enumerate(ERRORS)
+}
+PARSERS |= {
+    name: lambda make=make: Parser(*make())  # type: ignore[misc]
+    for rows in feature_rows().values()
+    for name, make in rows.parsers.items()
 }
 ON_DISK = (reports, checkpoint_headers)
 

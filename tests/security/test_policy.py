@@ -535,7 +535,7 @@ def test_a_cloud_requires_what_every_job_must_have(
         ("security.defences.forward", "Marvell", "is 'GaussianNoise', but"),
         ("security.defences.forward.sigma", {"min": 0.5}, "is 0.3, but policy.yaml of this cloud"),
         ("security.defences.backward.sigma", {"min": 0.5}, "is None, but"),
-        ("security.privacy.noise", {"min": 1}, "requires min 1"),
+        ("strategy.averaging.every", {"min": 1}, "requires min 1"),
         ("training.checkpoint.keep", {"max": 1}, "keep is 2, but"),
         ("cluster.liveness.join_within_s", {"min": 1, "max": 60}, "requires min 1 and max 60"),
         ("seed", 7, "seed is 1, but"),
@@ -544,7 +544,7 @@ def test_a_cloud_requires_what_every_job_must_have(
         assert said in refused(read, file)
     policy(require={
         "job": "Experiment", "security.defences.forward": "GaussianNoise", "seed": 1,
-        "security.defences.forward.sigma": {"min": 0.3, "max": 1}, "security.privacy": None,
+        "security.defences.forward.sigma": {"min": 0.3, "max": 1}, "strategy.averaging": None,
     })  # fmt: skip
     read(file)
 

@@ -11,6 +11,7 @@ import psutil
 import pytest
 from omegaconf import OmegaConf
 
+from tests.feature_rows import feature_rows
 from tests.nightly import first_daily
 from tests.runs import wait_for
 from tests.toy import toy_config
@@ -27,12 +28,13 @@ from xcloud.tracking.tracker import note_of
 
 KEEP = "import pathlib, sys; pathlib.Path(sys.argv[1]).open('a').write(sys.stdin.read() + '\\n')"
 ABSENT = {"event": "absence", "absent": "b", "ranks": [1], "what": "left", "step": 3}
-
-
-DEPARTURE = {
-    "event": "departure", "step": 95, "sender": 1, "peer": "cloud_b", "stream": "hidden backward",
-    "statistic": "norm", "value": -6.1, "usual": -8.7, "deviation": 0.3,
-}  # fmt: skip
+CALLS = [
+    (one.events, one.calls)
+    for rows in feature_rows().values()
+    for one in rows.told[:1]
+    if one.calls
+]
+"""What features call the command for."""
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +80,7 @@ def follow(run_dir: Path, events: list[dict[str, Any]], cause: str | None = None
             ),
             ([{"event": "producer", "producer": "es", "state": "slow", "step": 7}], []),
             ([{"event": "resume", "step": 2}], [("resumed", 2)]),
-            ([DEPARTURE], [("departure", 95)]),
+            *CALLS,
             (
                 [
                     {"event": "skipped_update", "step": 4},

@@ -9,10 +9,13 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from tests.feature_rows import rows_of
 from xcloud.base.units import human_bytes, human_seconds, score_name, score_text, shown_scores
 from xcloud.feature_list import FIGURES
+from xcloud.record.run_figures import OF_EVERY_RUN
 from xcloud.record.run_record import RunRecord
 from xcloud.record.summary import RunStatistics
+from xcloud.record.usage import USAGE
 from xcloud.show.tables import Column, print_report, print_table
 
 SUMMARY: dict[str, Any] = {
@@ -62,20 +65,6 @@ EVERYTHING: dict[str, Any] = {
         "total": 1234.5, "forward": 1000.0, "backward": None, "boundaries": {"0": 1000.0}
     },
     "memory": [{"rank": 1, "peak": 7, "parameters": 2}],
-    "label_leak_auc": 0.75,
-    "label_leak_auc_activation": 0.5,
-    "token_recovery": 0.5,
-    "token_recovery_baseline": 0.125,
-    "averaging_token_recovery": 0.25,
-    "averaging_token_recovery_baseline": 0.1,
-    "averaging_order_recovery": 0.9,
-    "merges": {"whole": 5, "partial": 2, "clouds_late": 3, "clouds_lost": 1, "clouds_back": 4},
-    "privacy": {"unit": "sample", "delta": 1e-5, "epsilon": 3.5, "epsilon_if_sampled": 1.25},
-    "departures": [{"statistic": "mean", "peer": "b", "step": 7}, {}],
-    "weight_patches": {
-        "num_patches": 9, "patch_bytes": 1e6, "num_snapshots": 2, "snapshot_bytes": 3e6,
-        "share_of_whole": 0.125, "pause_s": None,
-    },
     "lines": [
         {"to": "b", "round_trip_s": 0.05, "bandwidth_bits_per_s": 2e8, "num_cuts": 3,
          "num_outages": 2, "outage_s": 65.0, "sent_again_bytes": 2048},
@@ -85,21 +74,10 @@ EVERYTHING: dict[str, Any] = {
         {"to": "e", "round_trip_s": 0.1, "bandwidth_bits_per_s": None, "num_outages": 0},
     ],
     "refused_reports": {"1": 2, "3": 4},
-    "feed": {
-        "bytes_per_token": 2.5, "num_skipped": 3,
-        "producers": {
-            "x": {"state": "slow", "loss": 1.5, "num_batches": 8, "share_taken": 0.75},
-            "y": {"state": "active", "loss": None, "num_batches": 0, "share_taken": None},
-        },
-    },
     "evaluation": {
         "arc": {"metrics": {"acc": {"value": 0.5, "stderr": 0.0},
                             "f1": {"value": 0.25, "stderr": None}}}
     },
-    "target": "bleu >= 40",
-    "steps_to_target": 1500,
-    "steady_step_s": 0.4,
-    "time_to_target_s": 600.0,
     "egress_bytes": {"source": 5e9, "target": 1e6},
     "rank_hours": {"source": 1.5, "target": 0.25},
     "cost": {"compute": {"source": 3.0}, "egress": {"source": 0.5}, "total": 3.5},
@@ -124,17 +102,8 @@ ROWS = [
     ("sent otherwise, per step", "120 B", "ids, lengths, control"),
     ("sent per token", "1,234.5 B", "forward 1,000.0, boundary 0 1,000.0"),
     ("compression ratio", "3.20x", "forward 4.00x, backward -"),
-    ("label leak, AUC", "0.750", "activations 0.500, 0.5 = nothing leaks"),
-    ("tokens recovered", "50.0 %", "12.5 % without looking"),
-    ("tokens read in averages", "25.0 %", "10.0 % without looking, word order 90.0 %"),
-    ("merges", "7", "2 without a cloud; clouds: 3 late, 1 lost, 4 back"),
-    ("privacy, epsilon", "3.50", "by sample, delta 1e-05; 1.25 if batches were random and secret"),
-    ("sudden departures", "2", "first: mean of b in step 7; docs/security.md"),
-    (
-        "weight patches",
-        "9",
-        "1.00 MB, 12.5 % of whole weights; 2 snapshots, 3.00 MB; docs/follow-weights.md",
-    ),
+]
+ROWS_OF_RUN = [
     (
         "line to b",
         "50 ms round trip",
@@ -145,11 +114,8 @@ ROWS = [
     ("line to d", "100 ms round trip", "never filled; down once, 2.00 s"),
     ("line to e", "100 ms round trip", "never filled; never down"),
     ("reports refused", "6", "2 of rank 1, 4 of rank 3; see the notes of the run"),
-    ("bytes per token", "2.50", "between clouds, counted"),
-    ("fed by x", "75.0 %", "8 batches, loss 1.500, slow"),
-    ("fed by y", "0.0 %", "0 batches, loss -"),
-    ("batches missed", "3", "of slow or lost producers"),
-    ("steps to target", "1500", "bleu >= 40: 600 s at a steady 400 ms a step"),
+]
+ROWS_AT_THE_END = [
     ("left source", "5.00 GB", "in all attempts; its ranks ran 90 min together"),
     ("left target", "1.00 MB", "in all attempts; its ranks ran 15 min together"),
     ("cost", "3.5", "source 3 for ranks and 0.5 for bytes"),
@@ -165,7 +131,7 @@ METRICS = {
     "wan_bytes_per_step": 2393336.0,
     "compression_ratio": 3.2,
     "compression_ratio_forward": 4.0,
-    "bytes_per_token": 2.5,
+    "bytes_per_token": 1234.5,
     "bytes_per_token_forward": 1000.0,
     "bytes_per_token_boundary_0": 1000.0,
     "predicted_step_time_s": 0.8246,
@@ -179,20 +145,6 @@ METRICS = {
     "num_steps_done_twice": 30.0,
     "goodput": 0.75,
     "num_skipped_updates": 4.0,
-    "label_leak_auc": 0.75,
-    "label_leak_auc_activation": 0.5,
-    "token_recovery": 0.5,
-    "averaging_token_recovery": 0.25,
-    "token_recovery_baseline": 0.125,
-    "averaging_token_recovery_baseline": 0.1,
-    "averaging_order_recovery": 0.9,
-    "epsilon": 3.5,
-    "departures": 2.0,
-    "weight_patches.num_patches": 9.0,
-    "weight_patches.patch_bytes": 1000000.0,
-    "weight_patches.num_snapshots": 2.0,
-    "weight_patches.snapshot_bytes": 3000000.0,
-    "weight_patches.share_of_whole": 0.125,
     "line.b.round_trip_s": 0.05,
     "line.b.bandwidth_bits_per_s": 200000000.0,
     "line.b.num_cuts": 3.0,
@@ -206,12 +158,9 @@ METRICS = {
     "line.d.sent_again_bytes": 0.0,
     "line.e.round_trip_s": 0.1,
     "line.e.num_outages": 0.0,
-    "num_skipped": 3.0,
     "eval_arc_acc": 0.5,
     "eval_arc_acc_error": 0.0,
     "eval_arc_f1": 0.25,
-    "steps_to_target": 1500.0,
-    "time_to_target_s": 600.0,
     "egress_bytes": 5001000000.0,
     "rank_hours": 1.75,
     "cost": 3.5,
@@ -235,24 +184,26 @@ METRICS = {
 
 def test_every_row_and_metric_is_shown_to_the_letter() -> None:
     """Of a run that has whatever any run can have, from a pipeline's to a one-way job's."""
-    record = RunRecord(EVERYTHING, FIGURES)
-    assert record.rows == ROWS
-    assert record.metrics == METRICS
+    has_run = OF_EVERY_RUN[0]
+    before = FIGURES[: FIGURES.index(has_run)]
+    after = [one for one in FIGURES if one not in (*before, *OF_EVERY_RUN, USAGE)]
+    shown = {id(one): rows_of(one).shown[0] for one in (*before, *after) if rows_of(one).shown}
+    summary, metrics = dict(EVERYTHING), dict(METRICS)
+    for one in shown.values():
+        summary |= one.summary
+        metrics |= one.metrics
+    record = RunRecord(summary, FIGURES)
+    assert record.rows == [
+        *ROWS,
+        *(row for one in before if id(one) in shown for row in shown[id(one)].rows),
+        *ROWS_OF_RUN,
+        *(row for one in after if id(one) in shown for row in shown[id(one)].rows),
+        *ROWS_AT_THE_END,
+    ]
+    assert record.metrics == metrics
 
 
 EVENTS: list[dict[str, Any]] = [
-    {"event": "autopilot", "step": 4, "choice": "int4", "before": "int8", "reason": "slow line"},
-    *({"event": "merge", "step": step} for step in (1, 2, 3)),
-    *({"event": "partial_merge", "step": step} for step in (4, 5)),
-    *({"event": "absence", "what": what} for what in ("late", "left", "late", "back", "back")),
-    {"event": "privacy", "rank": 0, "cloud": "a", "t": 1.0, "epsilon": 1.0},
-    {"event": "privacy", "rank": 0, "cloud": "a", "t": 2.0, "epsilon": 3.5},
-    {"event": "departure", "step": 7, "sender": 1, "peer": "b", "stream": "forward 0",
-     "statistic": "mean", "value": 2.34567, "usual": 0.1, "deviation": 0.056},
-    *({"event": "weights_written", "is_whole": is_whole, "num_bytes": num_bytes, "pause_s": 0.5,
-       "num_values": 1000, "write_s": 0.25}
-      for is_whole, num_bytes in ((1, 2000), (0, 300), (0, 100))),
-    {"event": "target", "target": "bleu >= 40", "step": 1500.0},
     {"event": "line", "to": "b", "round_trip_s": 0.1, "bandwidth_bits_per_s": 1e8, "num_cuts": 1,
      "num_outages": 1, "outage_s": 5.0, "sent_again_bytes": 10},
     {"event": "line", "to": "c", "num_cuts": 0},
@@ -260,54 +211,23 @@ EVENTS: list[dict[str, Any]] = [
     {"event": "refused_reports", "sender": 3, "num": 4.0},
 ]  # fmt: skip
 SUMMED = {
-    "merges": {
-        "whole": 3, "partial": 2, "clouds_late": 2, "clouds_lost": 1, "clouds_back": 2
-    },
-    "autopilot": [{"step": 4, "choice": "int4", "before": "int8"}],
-    "privacy": {"epsilon": 3.5},
-    "departures": [
-        {"step": 7, "sender": 1, "peer": "b", "stream": "forward 0", "statistic": "mean",
-         "value": 2.34567, "usual": 0.1, "deviation": 0.056}
-    ],
-    "weight_patches": {
-        "num_patches": 2, "patch_bytes": 400, "num_snapshots": 1, "snapshot_bytes": 2000,
-        "share_of_whole": 0.1, "pause_s": 1.5, "write_s": 0.75,
-    },
     "lines": [
         {"to": "b", "round_trip_s": 0.2, "bandwidth_bits_per_s": 1e8, "num_cuts": 3,
          "num_outages": 1, "outage_s": 6.5, "sent_again_bytes": 10},
         {"to": "c", "round_trip_s": None, "bandwidth_bits_per_s": None, "num_cuts": 0},
     ],
     "refused_reports": {"3": 4},
-    "target": "bleu >= 40",
-    "steps_to_target": 1500,
 }  # fmt: skip
-NOTICES = [
-    "after step 4 int4; slow line",
-    "step 7: what rank 1 (b) sends, forward 0, has changed suddenly: mean 2.35, "
-    "usual is 0.1 ± 0.056",
-]
 
 
-def test_every_feature_sums_its_own_events_and_says_what_a_user_is_to_see_at_once() -> None:
+def test_what_every_run_tells_is_summed() -> None:
     summed = dict[str, Any]()
-    notices = []
-    for figure in FIGURES:
+    for figure in OF_EVERY_RUN:
         own = [event for event in EVENTS if event["event"] in figure.kinds]
+        assert figure.notice is None
         summed |= figure.in_summary(own) if own else {}
-        if figure.notice is not None:
-            notices += map(figure.notice, own)
     assert summed == SUMMED
-    assert notices == NOTICES
-
-
-def test_marks_are_of_the_events_of_features_that_have_some() -> None:
-    events = [
-        {"event": "autopilot", "step": 4, "choice": "int4"},
-        {"event": "departure", "step": 5},
-        {"event": "step", "step": 6},
-    ]
-    assert RunRecord({}, FIGURES, events=events).marks == [(4, "int4")]
+    assert RunRecord({}, FIGURES, events=[*EVENTS, {"event": "step", "step": 6}]).marks == []
 
 
 def test_the_table_says_how_a_run_ended_and_has_times_of_each_cloud() -> None:

@@ -785,14 +785,3 @@ def test_a_run_says_how_its_model_is_tried(
     said = build("+exp=lora_clm", "profile=demo").next_command(tmp_path / "a run")
     command = f"python -m xcloud generate '{tmp_path}/a run' {asked}"
     assert said == (command if asked else None)
-
-
-def test_a_run_that_chooses_its_compression_names_no_command_to_try_its_model(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "model").mkdir()
-    for stage in range(2):
-        (tmp_path / "model" / f"stage{stage}.safetensors").touch()
-    for choice, is_told in (("off", True), ("on", False)):
-        job = build("+exp=lora_clm", "profile=demo", f"autopilot={choice}")
-        assert (job.next_command(tmp_path) is not None) == is_told

@@ -648,10 +648,6 @@ def test_clouds_that_feed_one_other_have_no_task_and_so_no_preferences() -> None
         [
             (["compression=delta_int4"], r"forward_memory \(delta.*changes rows.*leave it out"),
             (["compression=phased_example"], r"compression changes during the run"),
-            (
-                ["autopilot=on"],
-                r"compression changes during the run \(autopilot.*take one compression",
-            ),
             (["compression=svd_fp16_int8"], r"compression\.forward=.*svd.*take none, fp16"),
             (
                 ["security/defences/forward=gaussian_noise"],

@@ -101,7 +101,8 @@ def settings(
     path: the key of these settings in a config, such as "training.checkpoint"; named in messages.
     frozen: false for what also keeps a state of its own, such as a warm start.
     formerly: the name of the class in files of earlier releases, which keep working.
-    dropped: keys in files of earlier releases, each with the one value that is still taken.
+    dropped: keys in files of earlier releases, each with the one value that is still taken; of a
+        group the values of the keys that count. Classes that inherit from this one have them, too.
     Bounds are given as Annotated[int, Field(ge=1, le=8)]. Building one raises ConfigError that
     names the key, what came and what is allowed, and the `advice` of a class that is expected.
     """
@@ -125,11 +126,13 @@ def settings(
                 _check_size(value, path, name=field.name)
 
         made.__init__ = init
-        if dropped:
-            # By the class's full name, which is known only now.
-            DROPPED[f"{made.__module__}.{made.__qualname__}"] = dropped
+        name = f"{made.__module__}.{made.__qualname__}"  # known only now
+        above = (DROPPED.get(f"{base.__module__}.{base.__qualname__}") for base in cls.__mro__[1:])
+        gone = {key: only for one in (*above, dropped) if one for key, only in one.items()}
+        if gone:
+            DROPPED[name] = gone
         if formerly:
-            MOVED[formerly] = f"{made.__module__}.{made.__qualname__}"
+            MOVED[formerly] = name
         return cast(type[T], made)
 
     return make
@@ -280,7 +283,7 @@ def as_settings(made: Any) -> Any:
 
 
 def nothing() -> None:
-    """For configs: what may be left out is (plan=none, security/meter=none)."""
+    """For configs: what may be left out is (plan=none)."""
 
 
 def between(minimum: int, maximum: int) -> Any:

@@ -163,7 +163,8 @@ def changes(
     for kind, dropped in DROPPED.items():
         for key in [key for key, value in saved.items() if value == as_text(kind)]:
             for name in dropped:
-                saved.pop(key.replace("_target_", name), None)
+                gone = key.replace("_target_", name)
+                saved = {k: v for k, v in saved.items() if not f"{k}.".startswith(f"{gone}.")}
     keys = [key for key in sorted(saved.keys() | now.keys()) if saved.get(key) != now.get(key)]
     found.said = _in_words(keys, saved=saved, now=now, before=before.labels, after=after.labels)
     found.moves = list(before.ranks) != list(after.ranks)
