@@ -30,6 +30,9 @@ REPEATS = ("seed", "round", "run")
 """What tells the rows of one name apart, and pairs those of two: a seed of the training; a round
 of timing, of one seed; the number of a run of faults."""
 
+OF_TARGET = ("steps_to_target",)
+"""Columns that a row has only if its run reached its target."""
+
 ResultRow = Mapping[str, Any]
 """One run of one row: "row", one of REPEATS, what it was run on, and its figures by name."""
 
@@ -104,6 +107,16 @@ class Figure:
         if len(errors) == len(sides):
             error = math.hypot(*errors)
         return Estimate(mean=values[0], error=error, num=1, repeats=repeats)
+
+    def is_missed(self, rows: Sequence[ResultRow]) -> bool:
+        """Return whether a run that the figure is of did not reach its target. Without it the
+        others would be taken for all of them."""
+        names = {self.row, self.minus or self.over}
+        return self.column in OF_TARGET and any(
+            row["row"] in names and self.column not in row
+            for row in rows
+            if all(row.get(key) == value for key, value in self.where.items())
+        )
 
     def values(self, rows: Sequence[ResultRow]) -> list[float]:
         """Return the figure of each seed, in their order."""
@@ -266,8 +279,8 @@ class Claim:
 
 
 class Judged(NamedTuple):
-    """A rule with what it came to. met: "yes", "no", "undecided" (Rule), or "not run" where the
-    rows do not hold the rule's figure."""
+    """A rule with what it came to. met: "yes", "no", "undecided" (Rule), "not reached" where a run
+    did not reach its target, or "not run" where the rows do not hold the rule's figure."""
 
     says: str
     found: Estimate | None
@@ -277,8 +290,10 @@ class Judged(NamedTuple):
 def judge(claim: Claim, rows: Sequence[ResultRow]) -> list[Judged]:
     judged = []
     for rule in claim.rules:
-        found = rule.figure.of(rows)
+        found = None if rule.figure.is_missed(rows) else rule.figure.of(rows)
         met = "not run" if found is None else rule.judge(found)
+        if rule.figure.is_missed(rows):
+            met = "not reached"
         judged.append(Judged(says=rule.says, found=found, met=met))
     return judged
 

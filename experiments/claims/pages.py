@@ -145,6 +145,8 @@ def _shown(figure: Figure | None, record: Record | None, cell: str) -> str:
     """Show a figure with the name of its row, unless the cell has that name."""
     if figure is None:
         return "–"
+    if record and figure.is_missed(record.rows):
+        return "not reached"
     found = figure.of(record.rows) if record else None
     if found is None:
         return "not run"

@@ -349,7 +349,7 @@ def verdict_of(claim: Claim, rows: Sequence[ResultRow], *, is_quick: bool) -> st
     if is_quick:
         return "quick run: judges nothing"
     judged = judge(claim, rows=rows)
-    kinds = {"not reproduced": "no", "undecided": "undecided", "not run": "not run"}
+    kinds = {"not reproduced": "no"} | {o: o for o in ("undecided", "not reached", "not run")}
     found = {what: [one.says for one in judged if one.met == met] for what, met in kinds.items()}
     said = (f"{what}: {'; '.join(says)}" for what, says in found.items() if says)
     fewest = min((one.found.num for one in judged if one.found), default=0)

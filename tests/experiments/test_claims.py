@@ -114,6 +114,22 @@ def test_a_claim_is_reproduced_only_by_a_whole_run_that_meets_every_rule() -> No
     assert [one.met for one in judge(both, ROWS)] == ["yes", "no"]
 
 
+def test_a_run_that_misses_its_target_is_neither_left_out_nor_taken_for_none() -> None:
+    """Two seeds that reach it would else reproduce what the third denies."""
+    figure = Figure("ours", "steps_to_target", over="theirs")
+    ours = claim(rules=[ClaimRule("1.5 times the steps", figure, at_most=1.5)])
+    rows = [
+        {"row": name, "seed": seed, "steps_to_target": 100}
+        for name in ("ours", "theirs")
+        for seed in (1, 2, 3)
+    ]
+    assert verdict_of(ours, rows, is_quick=False) == "reproduced"
+    for missed in (0, 5):  # of ours, or of what it is measured by
+        some = [*rows[:missed], {"row": rows[missed]["row"], "seed": 9}, *rows[missed + 1 :]]
+        assert verdict_of(ours, some, is_quick=False) == "not reached: 1.5 times the steps"
+    assert verdict_of(ours, rows[:3], is_quick=False) == "not run: 1.5 times the steps"
+
+
 LEADS = {  # of three seeds; a rule asks for 3 at least, and for 9 at most
     "clearly above": ([3.2, 3.3, 3.4], "yes"),
     "just above": ([2.8, 3.1, 3.4], "undecided"),
