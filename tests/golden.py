@@ -5,8 +5,7 @@ numbers leaves it as it is.
     python -m tests.golden compare FILE    # bit for bit, on the machine that wrote FILE
 
 test_golden.py holds it to golden.json on any machine. Not in it: a sharded stage, which torch
-runs over processes only (test_sharding.py), and the autopilot, whose choices follow from measured
-times (test_autopilot.py replays them).
+runs over processes only (test_sharding.py), and what is chosen by measured times.
 """
 
 from __future__ import annotations

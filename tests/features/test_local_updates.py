@@ -32,6 +32,7 @@ from tests.pipelines import in_threads
 from tests.replicas import Post
 from tests.trainers import Rank, clouds, ranks, spoil, update, values
 from xcloud.base.errors import ConfigError
+from xcloud.base.settings import settings
 from xcloud.comm.compression import Compression
 from xcloud.comm.compressor import Chain
 from xcloud.comm.precision import BlockInt
@@ -78,6 +79,50 @@ def test_plain_momentum_is_that_of_torch() -> None:
 
     rounds = [range(1, 5), range(5, 9)]
     assert furthest(found, reference(2, rounds, (0.5, 0.8, False), [1, 1])) < 1e-6
+
+
+@settings("strategy.averaging.outer")
+class Decaying(OuterOptimizer):
+    """Gradient descent whose rate falls with the round: docs/strategies.md says how to add one."""
+
+    learning_rate: float = 1.0
+    momentum: float = 0.0
+    nesterov: bool = False
+
+    def step(
+        self,
+        outer: Sequence[Tensor],
+        velocities: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        round_number: int,
+    ) -> None:
+        for parameter, gradient in zip(outer, gradients, strict=True):
+            parameter.sub_(gradient * (self.learning_rate / round_number))
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_another_outer_optimizer_is_a_class_that_is_given_the_round(fragments: int) -> None:
+    """Its rate is a share of the move: the same as a fixed one with shares of the moves."""
+    plain, rounds = OuterOptimizer(1.0, 0.0, False), []
+
+    def noted(self: Decaying, outer: Any, velocities: Any, moves: Any, number: int) -> None:
+        rounds.append(number)
+        plain.step(outer, velocities, [move / number for move in moves], round_number=1)
+
+    found = trained(LocalUpdates(4, Decaying(), fragments=fragments), 10)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Decaying, "step", noted)
+        wanted = trained(LocalUpdates(4, Decaying(), fragments=fragments), 10)
+    assert rounds == sorted([1, 2, 3] * 2 * fragments), "of two replicas, the last one cut short"
+    assert furthest(found, wanted) < 1e-6
+    assert furthest(found, trained(LocalUpdates(4, plain, fragments=fragments), 10)) > 1e-3
+
+
+def test_an_outer_optimizer_that_may_ask_for_the_round_is_refused_where_clouds_may_be_late() -> (
+    None
+):
+    with pytest.raises(ConfigError, match=r"late=skip.*leave .*_target_ out, or"):
+        LocalUpdates(4, Decaying(), late=Skip(5.0))
 
 
 def test_a_last_round_that_is_cut_short_ends_in_the_mean_and_without_velocity() -> None:

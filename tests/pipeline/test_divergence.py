@@ -222,7 +222,7 @@ def test_a_merged_change_that_is_not_finite_moves_nothing() -> None:
     parameter = nn.Parameter(torch.ones(2))
     shares = by_tensor({"w": parameter.shape}, 1)
     values = OuterParameters({"w": parameter}, shares, RankGroup.alone(), DILOCO)
-    values.move([torch.tensor([1.0, math.inf])])
+    values.move([torch.tensor([1.0, math.inf])], round_number=1)
     values.take()
 
     assert parameter.tolist() == [1.0, 1.0]

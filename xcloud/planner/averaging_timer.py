@@ -94,7 +94,7 @@ def time_around_averaging(trained: Mapping[str, nn.Parameter]) -> tuple[float, f
     def changes() -> None:
         """Do as features/replicas/local_updates.py does."""
         outer.gradient()
-        outer.move(merged)
+        outer.move(merged, round_number=1)
         outer.take()
 
     return median_s(gradients, device), median_s(changes, device)

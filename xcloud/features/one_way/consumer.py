@@ -152,10 +152,7 @@ class ConsumerRun(StatefulTree):
             for name, value in sums.items():
                 mine.sums[SUMS.index(name)] = value
         self._intake.look(mine)
-        if self._leads:
-            mine.signal[:] = checkpoints.signal(step)
-        else:
-            mine.signal[:] = Signal.GO_ON
+        mine.signal[:] = checkpoints.signal(step) if self._leads else Signal.GO_ON
         # Sums inside one cloud. Gradients of producers are theirs: nothing crosses clouds here.
         with self._clock.during("average"):
             self._buffer.sum_over(rank.group, loss=torch.zeros(()))

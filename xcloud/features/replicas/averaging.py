@@ -146,7 +146,7 @@ class Merged(NamedTuple):
     changes: the merged tensors, of one merge after the other; usually of one.
     newest: the step of the last of these merges.
     is_counted: true if this replica's contribution is in one of them.
-    step: the step that the others have reached, where clouds may be late.
+    step: the step that the others have reached, where clouds may be late; 0 where none may.
     values: the values that replace changes in a replica that missed too many merges: see
         OuterParameters.flat.
     """

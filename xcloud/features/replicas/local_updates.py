@@ -79,12 +79,14 @@ class LocalUpdates(Averaging):
                 f"{NAME}.overlap less than it; got fragments={self.fragments}, overlap="
                 f"{self.overlap}. One fragment is merged at a step, and ends before its next merge"
             )
-        if self.late.is_elastic and not (self.is_at_once and self.merge is None):
+        is_plain = self.is_at_once and self.merge is None and type(self.outer) is OuterOptimizer
+        if self.late.is_elastic and not is_plain:
             raise ConfigError(
                 f"strategy/averaging/late={self.late.word}: the first cloud merges for all, all "
                 "parameters at once and by the mean, since a robust merge must not be any one "
-                f"cloud's word; set {NAME}.fragments=1, {NAME}.overlap=0, {NAME}.mix=0 and "
-                f"{NAME}.merge=null, or choose late=wait"
+                "cloud's word, and tells a cloud that was away of no round, as another outer "
+                f"optimizer may ask; set {NAME}.fragments=1, {NAME}.overlap=0, {NAME}.mix=0, "
+                f"{NAME}.merge=null and leave {NAME}.outer._target_ out, or choose late=wait"
             )
 
     @property
@@ -314,11 +316,14 @@ class LocalRounds(Exchange):
             fragment.values.replace(merged.values)
         last_step = self._replicas.last_step
         ends_within = last_step % self._settings.every != fragment.offset
+        # Fragments that are not merged at multiples of `every` have their first merge before one.
+        since_first = merged.newest - fragment.offset
+        round_number = -(-since_first // self._settings.every) + bool(fragment.offset)
         have_moved = []
         for number, change in enumerate(merged.changes, start=1):
             is_last = merged.newest == last_step and number == len(merged.changes)
             is_cut_short = is_last and ends_within
-            have_moved.append(fragment.values.move(change, is_cut_short))
+            have_moved.append(fragment.values.move(change, round_number, is_cut_short))
         fragment.averager.settle(was_used=all(have_moved))
         # After the last merge nothing can count any more: replicas end equal.
         if is_counted or step >= last_step:

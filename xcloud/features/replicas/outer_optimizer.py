@@ -60,9 +60,17 @@ class OuterOptimizer:
         return f"{name}({self.learning_rate:g}, {self.momentum:g})"
 
     def step(
-        self, outer: Sequence[Tensor], velocities: Sequence[Tensor], gradients: Sequence[Tensor]
+        self,
+        outer: Sequence[Tensor],
+        velocities: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        round_number: int,
     ) -> None:
-        """Change outer parameters and velocities in place, tensor by tensor."""
+        """Change outer parameters and velocities in place, tensor by tensor.
+
+        round_number: the number of this merge of these parameters, from 1. Nothing here depends
+            on it; a rule whose rate decays is a subclass with a `step` of its own.
+        """
         for parameter, velocity, gradient in zip(outer, velocities, gradients, strict=True):
             # Multiplications and additions apart: a fused one rounds once, and replicas on
             # different processors would drift apart.
@@ -95,10 +103,7 @@ class OuterParameters:
     ) -> None:
         self.parameters = list(parameters.values())
         self._shares = shares
-        if group.group_rank < len(shares):
-            self._mine = shares[group.group_rank]
-        else:
-            self._mine = ()
+        self._mine = shares[group.group_rank] if group.group_rank < len(shares) else ()
         self._own = [self.parameters[piece.index] for piece in self._mine]
         self._group = group
         self._optimizer = optimizer
@@ -112,10 +117,13 @@ class OuterParameters:
         """Return how far this replica has moved away: outer - values."""
         return [a - p.detach() for a, p in zip(self.outer, self._own, strict=True)]
 
-    def move(self, gradients: Sequence[Tensor], is_cut_short: bool = False) -> bool:
+    def move(
+        self, gradients: Sequence[Tensor], round_number: int, is_cut_short: bool = False
+    ) -> bool:
         """Make the outer optimizer's step, unless a gradient is not finite. Return whether it was
         made.
 
+        round_number: the number of this merge of these parameters, from 1.
         is_cut_short: the run ends within a round. Momentum would move as far as after a whole one,
             and no step would follow, so the replicas' mean is taken instead. The velocity is
             emptied, since the next round of a resumed run may be as short.
@@ -123,11 +131,11 @@ class OuterParameters:
         """
         is_made = are_finite(gradients)
         if is_made and is_cut_short and self._optimizer.momentum:
-            _TO_MEAN.step(self.outer, self.velocity, gradients)
+            _TO_MEAN.step(self.outer, self.velocity, gradients, round_number)
             for velocity in self.velocity:
                 velocity.zero_()
         elif is_made:
-            self._optimizer.step(self.outer, self.velocity, gradients)
+            self._optimizer.step(self.outer, self.velocity, gradients, round_number)
         return is_made
 
     def take(self, mix: float = 0.0) -> None:

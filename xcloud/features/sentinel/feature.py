@@ -42,9 +42,5 @@ class DepartureWatch(Feature):
 
 def on_departure(job: PipelineJob) -> OnDeparture:
     """Return what the job does at a departure, by its setting or else by who owns its clouds."""
-    given = job.security.on_departure
-    if given is not None:
-        return given
-    if job.cluster.is_on_one_machine:
-        return "ignore"
-    return "alarm"
+    default: OnDeparture = "ignore" if job.cluster.is_on_one_machine else "alarm"
+    return job.security.on_departure or default
