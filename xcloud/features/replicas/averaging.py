@@ -349,13 +349,8 @@ class AllToAll(Averager):
         under_way = self._steps[step]
         for replica in self._links.others:
             name = self._codec_to[replica]
-            self._post(
-                replica,
-                key=self._key(step),
-                name=name,
-                parts=under_way.sent[name],
-                weight=under_way.weight,
-            )
+            parts = under_way.sent[name]
+            self._post(replica, self._key(step), name, parts, weight=under_way.weight)
 
     def _post(
         self, replica: int, key: MessageKey, name: str, parts: Tensors, weight: float
@@ -367,9 +362,7 @@ class AllToAll(Averager):
         self._links.send(replica, key, parts=message, carries=carries, raw_bytes=codec.raw_bytes)
 
     def _receive(self, replica: int, key: MessageKey) -> tuple[Tensor, Tensors]:
-        return first_part(
-            self._links.recv(replica, key=key), spec=_WEIGHT, sender=f"replica {replica}"
-        )
+        return first_part(self._links.recv(replica, key), _WEIGHT, sender=f"replica {replica}")
 
     def _merged(self, step: int) -> list[Tensor]:
         replicas = range(self._links.num_replicas)

@@ -213,8 +213,8 @@ class LocalRounds(Exchange):
     Where merges are elastic, the first rank of each cloud carries all of its values across. A
     replica that was late skips the steps up to the server's.
 
-    The plain case, of one fragment and without overlap, is `after_update`, `_start` and `_apply`:
-    the lines at the head of outer_optimizer.py.
+    The plain case, of one fragment and without overlap, is `after_update`, `_start`, `_apply` and
+    `_move`: the lines at the head of outer_optimizer.py.
     """
 
     def __init__(self, averaging: LocalUpdates, replicas: Replicas) -> None:
@@ -266,7 +266,7 @@ class LocalRounds(Exchange):
         under_way = [fragment for fragment in self._fragments if fragment.under_way]
         for fragment in sorted(under_way, key=lambda fragment: fragment.under_way):  # as sent
             if step - fragment.under_way >= averaging.overlap or is_last:
-                self._apply(fragment, fragment.averager.finish(fragment.under_way), averaging.mix)
+                self._apply(fragment, averaging.mix)
         for fragment in self._fragments:
             # The order of merges, within a step and from step to step, is the same in all
             # replicas.
@@ -274,8 +274,7 @@ class LocalRounds(Exchange):
                 self._start(fragment, step)
                 # One after the other: links have room for those of `overlap`, not for all.
                 if is_last or not averaging.overlap:
-                    mix = 0.0 if is_last else averaging.mix
-                    self._apply(fragment, fragment.averager.finish(step), mix)
+                    self._apply(fragment, mix=0.0 if is_last else averaging.mix)
         for fragment in self._fragments:
             fragment.averager.end_step(step, is_last=is_last)
         self.budget.end_step(step, num_tokens=work.weight)
@@ -301,33 +300,45 @@ class LocalRounds(Exchange):
         fragment.averager.start(step, fragment.values.gradient(), weight)
         fragment.under_way = step
 
-    def _apply(self, fragment: _Fragment, merged: Merged, mix: float) -> int:
-        """Apply a merge to the parameters, in all ranks of the cloud. Return the step that the
-        averaging server has reached, where there is one."""
-        step = merged.step
-        is_counted = merged.is_counted
-        is_new = bool(merged.changes or merged.values)
+    def _apply(self, fragment: _Fragment, mix: float) -> None:
+        """Apply the merge that is under way to the parameters, in all ranks of the cloud."""
+        merged = fragment.averager.finish(fragment.under_way)
         if self._settings.late.is_elastic:
-            numbers = torch.tensor([step, is_counted, is_new])
-            step, is_counted, is_new = self._replicas.group.from_leader(numbers).tolist()
+            self._apply_of_server(fragment, merged)
+        else:
+            self._move(fragment, merged)
+            fragment.values.take(mix)
+        fragment.under_way = 0
+
+    def _move(self, fragment: _Fragment, merged: Merged) -> None:
+        """Make the outer optimizer's step for each merge; there are several only where this
+        cloud was away."""
+        every = self._settings.every
+        last_step = self._replicas.last_step
+        # Fragments that are not merged at multiples of `every` have their first merge before one.
+        since_first = merged.newest - fragment.offset
+        round_number = -(-since_first // every) + bool(fragment.offset)
+        ends_within = merged.newest == last_step and last_step % every != fragment.offset
+        have_moved = []
+        for number, change in enumerate(merged.changes, start=1):
+            is_cut_short = ends_within and number == len(merged.changes)
+            have_moved.append(fragment.values.move(change, round_number, is_cut_short))
+        fragment.averager.settle(was_used=all(have_moved))
+
+    def _apply_of_server(self, fragment: _Fragment, merged: Merged) -> int:
+        """Apply what the averaging server merged, perhaps without this cloud. Return the step that
+        it has reached."""
+        is_new = bool(merged.changes or merged.values)
+        numbers = torch.tensor([merged.step, merged.is_counted, is_new])
+        step, is_counted, is_new = self._replicas.group.from_leader(numbers).tolist()
         # Measured against the outer parameters of now, before they move below.
         own = [] if is_counted else fragment.values.gradient()
         if merged.values:
             fragment.values.replace(merged.values)
-        last_step = self._replicas.last_step
-        ends_within = last_step % self._settings.every != fragment.offset
-        # Fragments that are not merged at multiples of `every` have their first merge before one.
-        since_first = merged.newest - fragment.offset
-        round_number = -(-since_first // self._settings.every) + bool(fragment.offset)
-        have_moved = []
-        for number, change in enumerate(merged.changes, start=1):
-            is_last = merged.newest == last_step and number == len(merged.changes)
-            is_cut_short = is_last and ends_within
-            have_moved.append(fragment.values.move(change, round_number, is_cut_short))
-        fragment.averager.settle(was_used=all(have_moved))
+        self._move(fragment, merged)
         # After the last merge nothing can count any more: replicas end equal.
-        if is_counted or step >= last_step:
-            fragment.values.take(mix)
+        if is_counted or step >= self._replicas.last_step:
+            fragment.values.take()
         else:
             # What was not merged stays in this replica's values, and its work weighs in the next
             # merge.
@@ -336,7 +347,6 @@ class LocalRounds(Exchange):
                 fragment.values.keep(own)
         # A replica that was late goes on at the server's step: it skips those up to it.
         self.budget.idle_until = max(self.budget.idle_until, step)
-        fragment.under_way = 0
         return step
 
     def is_idle(self, step: int) -> bool:
@@ -348,7 +358,8 @@ class LocalRounds(Exchange):
 
     def resume(self, step: int) -> int:
         (fragment,) = self._fragments
-        return self._apply(fragment, fragment.averager.resume(step), mix=0.0)
+        fragment.under_way = 0
+        return self._apply_of_server(fragment, fragment.averager.resume(step))
 
     def children(self) -> StateTree:
         fragments = {str(number): fragment for number, fragment in enumerate(self._fragments)}
@@ -362,36 +373,23 @@ class LocalRounds(Exchange):
         # Where merges are elastic the first rank of each cloud carries all of its values.
         num_shares = replicas.links.num_shares if not averaging.late.is_elastic else 1
         shares = by_tensor(shapes, num_shares)
-        values = OuterParameters(
-            parameters, shares, group=replicas.group, optimizer=averaging.outer
-        )
-        nothing = [0.0] * replicas.links.num_replicas
-        fragment = _Fragment(
-            values=values,
-            offset=averaging.offset(number),
-            max_work=[*nothing],
-            max_sent=[*nothing],
-        )
+        values = OuterParameters(parameters, shares, replicas.group, averaging.outer)
+        num = replicas.links.num_replicas
+        fragment = _Fragment(values, averaging.offset(number), [0.0] * num, [0.0] * num)
         terms = Terms(
             merge=averaging.merge or weighted_mean,
             channel=number,
             # Where no replica has done anything, all count.
-            max_weight=lambda replica: max(
-                averaging.weight_of(fragment.max_sent[replica]), _NOTHING
-            ),
+            max_weight=lambda r: max(averaging.weight_of(fragment.max_sent[r]), _NOTHING),
         )
         averager = Averager()
         if averaging.late.is_elastic and replicas.group.leads:
             averager = self._elastic_averager(shapes, values, terms)
         elif replicas.group.group_rank < num_shares:
             own = {piece.name: piece.shape for piece in shares[replicas.group.group_rank]}
+            feedback = averaging.feedback
             averager = replicas.averager(
-                own,
-                terms,
-                averaging.feedback,
-                "local updates",
-                number,
-                num_fragments=averaging.fragments,
+                own, terms, feedback, "local updates", number, num_fragments=averaging.fragments
             )
         fragment.averager = averager
         return fragment

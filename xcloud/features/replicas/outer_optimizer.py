@@ -109,9 +109,8 @@ class OuterParameters:
         self._optimizer = optimizer
         # One copy of this rank's share, not of the model: with n ranks a cloud each holds an n-th.
         self.outer = [p.detach().clone() for p in self._own]
-        has_momentum = bool(optimizer.momentum)
         # Without momentum it stays empty, in memory, on the wire and in checkpoints.
-        self.velocity = [t.new_zeros(t.shape if has_momentum else 0) for t in self.outer]
+        self.velocity = [t.new_zeros(t.shape if optimizer.momentum else 0) for t in self.outer]
 
     def gradient(self) -> list[Tensor]:
         """Return how far this replica has moved away: outer - values."""

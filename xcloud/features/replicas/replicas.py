@@ -156,14 +156,10 @@ class Replicas:
         if self.group.group_rank < links.num_shares:
             key = MessageKey(kind=Kind.AVERAGING, step=step, micro_batch=_CHECK)
             for replica in links.others:
-                links.send(
-                    replica, key, parts=(mine,), carries=("digests of parameters",), raw_bytes=0
-                )
+                links.send(replica, key, (mine,), carries=("digests of parameters",), raw_bytes=0)
             for replica in links.others:
                 name = str(links.peers[replica])
-                found, _ = first_part(
-                    links.recv(replica, key=key), spec=TensorSpec.of(mine), sender=name
-                )
+                found, _ = first_part(links.recv(replica, key), TensorSpec.of(mine), sender=name)
                 theirs[name] = found.cpu()
         for name, found in theirs.items():
             for stage, own, other in zip(stages, mine, found, strict=True):

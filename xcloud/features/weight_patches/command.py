@@ -62,9 +62,18 @@ def follow(words: Sequence[str]) -> None:
         store, run=name_of(job), num_stages=job.cluster.num_stages, last_step=job.max_steps
     )
     folder = FollowedFolder(arguments.folder, name_of(job), cast(Any, job.model), job.task)
+    context = BuildContext(
+        seed=job.seed,
+        device=torch.device("cpu"),
+        cache_dir=job.cache_path,
+        vocabularies={},
+        sentences=lambda name: [],
+        max_length=job.task.max_length,
+        report=lambda line: say(line, error=True),
+    )
     # Two followers of one folder would replace each other's weights.
     with owned(arguments.folder, advice="another command writes there; give --as another folder"):
-        _keep_current(follower, folder, arguments, _context_of(job), url=url)
+        _keep_current(follower, folder, arguments, context, url=url)
 
 
 def _protection(job: PipelineJob) -> Protect:
@@ -78,18 +87,6 @@ def _protection(job: PipelineJob) -> Protect:
             f"this machine has the key of {keys.own.cloud}"
         )
     return opening(keys, job.cluster.stage_cloud)
-
-
-def _context_of(job: PipelineJob) -> BuildContext:
-    return BuildContext(
-        seed=job.seed,
-        device=torch.device("cpu"),
-        cache_dir=job.cache_path,
-        vocabularies={},
-        sentences=lambda name: [],
-        max_length=job.task.max_length,
-        report=lambda line: say(line, error=True),
-    )
 
 
 def _keep_current(
