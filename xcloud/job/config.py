@@ -220,7 +220,7 @@ def drop_keys(settings: Any) -> None:
         for key, only in DROPPED.get(str(given["_target_"]), {}).items():
             asked = given.pop(key, only)
             if isinstance(asked, Mapping):
-                names = only if isinstance(only, Mapping) else ["_target_"]
+                names = [*only] if isinstance(only, Mapping) else ["_target_"]
                 asked = {name: asked.get(name) for name in names}
             # None was written as a group of its own.
             if asked not in (only, {"_target_": "xcloud.base.settings.nothing"}):
