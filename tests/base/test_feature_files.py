@@ -66,7 +66,7 @@ NAMED: dict[str, tuple[set[str], set[str]]] = {
     ),
     "sentinel": ({"on_departure", "departure", "DepartureWatch"}, set()),
     "weight_patches": (
-        {"patches", "Patches", "weights_written", "WeightPatches", "PatchWriter"},
+        {".patches", "training.patches", "Patches", "weights_written", "WeightPatches"},
         set(),
     ),
     "until": (
