@@ -3,12 +3,16 @@
 import io
 import json
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 from unittest.mock import Mock
 
 import pytest
+from torch.distributed import HashStore
 
 from tests.toy import toy_config
 from xcloud.base.errors import ConfigError
@@ -409,3 +413,89 @@ def test_names_for_an_ingress_are_one_a_rank() -> None:
     said = join.labels_in_words(layout, "a")
     assert said == f"names in the TLS hello, for an ingress: rank 0 {names[0]}, rank 1 {names[1]}"
     assert len({*names}) == 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_tells_of_its_lines_before_it_leaves_and_closes_them_last(rank: int) -> None:
+    """Only rank 0 reports lines: its events need no link."""
+    done: list[Any] = []
+    lines: Any = object.__new__(SealedLines)
+    measured = SimpleNamespace(
+        peer_name="rank 2 of b", round_trip_s=0.1, bytes_per_s=1000.0, num_cuts=3, num_outages=2,
+        outage_s=1.23456, sent_again_bytes=7,
+    )  # fmt: skip
+    unmeasured = SimpleNamespace(**{**vars(measured), "bytes_per_s": None})
+    lines.states = {2: measured, 3: unmeasured}
+    lines.close = lambda: done.append("closed")
+    lines.abandon = lambda: done.append("abandoned")
+    process: Any = object.__new__(JoinedProcess)
+    process.rank = rank
+    process._lines = lines
+    process._detector = SimpleNamespace(
+        connected=lambda *of: done.append(of),
+        leave=lambda: done.append("left"),
+        close=lambda: done.append("ended"),
+    )
+    reporter = SimpleNamespace(
+        event=lambda kind, **fields: done.append((kind, fields)),
+        flush=lambda: done.append("flushed"),
+    )
+
+    @contextmanager
+    def usual(process: Any, role: Any, final_report: Any) -> Iterator[None]:
+        done.append("begun")
+        yield
+        done.append("trained")
+
+    role: Any = SimpleNamespace(reporter=reporter)
+    with mock.patch.object(RankProcess, "taking_part", usual):
+        with process.taking_part(role, final_report="report"):
+            done.append("trains")
+    event = {
+        "to": "rank 2 of b", "round_trip_s": 0.1, "bandwidth_bits_per_s": 8000.0, "num_cuts": 3,
+        "num_outages": 2, "outage_s": 1.235, "sent_again_bytes": 7,
+    }  # fmt: skip
+    told = [("line", event), ("line", {**event, "bandwidth_bits_per_s": None}), "flushed"]
+    before = [(bool, "report"), "begun", "trains", "trained"]
+    assert done == [*before, *(told if rank == 0 else []), "left", "closed"]
+    done.clear()
+    with mock.patch.object(RankProcess, "fail", lambda process, error: 3):
+        assert process.fail(ValueError()) == 3
+        assert done == ["ended", "abandoned"]
+        process._detector = process._lines = None  # before the rendezvous
+        assert process.fail(ValueError()) == 3 and len(done) == 2
+
+
+def test_machines_of_a_cloud_meet_and_take_the_attempt_of_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = HashStore()
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        joined_rank, "store_of_machines", lambda *of, **given: asked.append((of, given)) or store
+    )
+    job: Any = SimpleNamespace(
+        cluster=SimpleNamespace(liveness=SimpleNamespace(join_within_s=5.0))
+    )
+    for rank, attempt in ((4, 11), (5, 12)):
+        process: Any = object.__new__(JoinedProcess)
+        process.rank, process._attempt = rank, attempt
+        assert process._meet(job, "[::1]:7", mates=[4, 5], detector="it") is store
+        assert process._attempt == 11
+    (first, given), (_, second) = asked
+    assert first == ("::1", 7) and given["detector"] == "it" and given["within_s"] == 5.0
+    assert [one[key] for one in (given, second) for key in ("rank", "num_ranks", "serves")] == [
+        0, 2, True, 1, 2, False,
+    ]  # fmt: skip
+
+
+def test_only_the_first_rank_of_a_machine_speaks_without_its_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(joined_rank, "say", said.append)
+    for is_first in (True, False):
+        process: Any = object.__new__(JoinedProcess)
+        process.rank, process.is_first_here = 3, is_first
+        process._say("waiting")
+    assert said == ["waiting", "rank 3: waiting"]

@@ -2,6 +2,7 @@
 experiment runs with one."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -31,6 +32,17 @@ def test_a_package_that_is_not_there_is_named_with_its_remedy(
         pretrained.resolve("minilm")
     with pytest.raises(DataError, match="minilm"):
         PretrainedTokenizer("minilm").prepare([], tmp_path)
+
+
+def test_files_that_a_folder_lacks_are_named_once_and_in_order(tmp_path: Path) -> None:
+    files: Any = object.__new__(pretrained.WeightFiles)
+    names = [f"model-{number}.safetensors" for number in range(6)]
+    files._shards = {f"tensor {n}": names[n % 6] for n in range(13, 0, -1)}
+    (tmp_path / names[3]).touch()
+    files._folder = tmp_path
+    assert files.missing() == [*names[:3], *names[4:]]
+    files._folder = None
+    assert files.missing() == []
 
 
 @pytest.mark.skipif(

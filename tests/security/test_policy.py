@@ -35,7 +35,14 @@ from xcloud.job.given import compose_follow_up, with_overrides
 from xcloud.launch.failures import EXIT_COMES_AGAIN
 from xcloud.launch.several_machines import TorchrunProcess
 from xcloud.security import places
-from xcloud.security.policy import MAX_NUMBER, Policy, bound_of, constructors
+from xcloud.security.policy import (
+    MAX_NUMBER,
+    MAX_SETTINGS,
+    Policy,
+    bound_of,
+    bounded_settings,
+    constructors,
+)
 from xcloud.show.monitor import Monitor
 
 ROOT = project.project_root()
@@ -964,3 +971,15 @@ def test_a_strict_policy_names_what_its_experiment_leads_to(tmp_path: Path) -> N
     assert found["read"] == [str(tmp_path)] and found["hub"] == ["owner/name"]
     assert found["addresses"] == ["http://here:5000"] and found["max_ranks"] == 2
     assert found["holders"]["source"] == ["cloud_a"]
+
+
+def test_numbers_with_a_bound_of_their_own_or_beyond_any_number_are_named_and_flags_are_not() -> (
+    None
+):
+    some = next(key for key, most in MAX_SETTINGS.items() if most != MAX_NUMBER)
+    most = MAX_NUMBER
+    found = {
+        some: 1, "a": {some: 2.0, "list": [{some: 3}], "b": most, "c": most + 1, "seed": most},
+        "d": {some: True}, "e": {some: "4"}, "f": {"seed": most + 1},
+    }  # fmt: skip
+    assert bounded_settings(found) == [some, f"a.{some}", "a.c", "f.seed"]

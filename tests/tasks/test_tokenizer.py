@@ -425,7 +425,7 @@ def test_the_command_makes_a_file_that_all_clouds_can_load(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (tmp_path / "train.es.txt").write_text("uno\ndos\n")
+    (tmp_path / "train.es.txt").write_text("uno\n\ndos\n")
     (tmp_path / "train.en").write_text("one\ntwo\n")
     out = tmp_path / "shared.json"
 
