@@ -173,3 +173,13 @@ def test_topk_finds_what_a_sort_finds_whatever_the_size(numel: int) -> None:
             (kept, _), k = TopK(rate).compress(values), round(rate * numel)
             order = values.abs().sort(descending=True, stable=True).indices[:k]
             assert torch.equal(kept, values[order.sort().values]), (rate, k)
+
+
+@pytest.mark.parametrize("compressor", [RandomK(0.1), RandomTopK(0.1, 0.5)])
+def test_a_nan_is_sent_whatever_is_drawn_in_the_first_value_alone(
+    compressor: RandomK | RandomTopK,
+) -> None:
+    tensor = torch.ones(1000)
+    tensor[17] = math.inf
+    sent, *_ = compressor.compress(tensor)
+    assert sent.numel() > 2 and sent[0].isnan() and not sent[1:].isnan().any()

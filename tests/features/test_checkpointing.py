@@ -2,6 +2,7 @@
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -353,3 +354,17 @@ def test_minutes_are_rank_0s_and_all_save_after_the_same_step(
     attempt.train(6)
     assert attempt.folder.steps() == attempt.folder.agreed_steps() == [3]
     assert attempt.folder.ranks(3) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_cannot_save_says_so_and_the_last_step_is_still_to_be_saved(rank: int) -> None:
+    done: list[Any] = []
+    checkpointing: Any = object.__new__(Checkpointer)
+    checkpointing.rank = rank
+    checkpointing.timing = SimpleNamespace(
+        saved=lambda step, is_complete: done.append((step, is_complete))
+    )
+    checkpointing._ledger = SimpleNamespace(begin=lambda step, ranks: done.append((step, ranks)))
+    checkpointing._lack = lambda step, why: done.append((step, why))
+    checkpointing.fail(7, reason="full")
+    assert done == [(7, False), *([(7, {0})] if rank == 0 else []), (7, "full")]

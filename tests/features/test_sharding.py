@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.comm.compressor import Chain
 from xcloud.features.replicas.gradient_averaging import GradientAveraging
 from xcloud.features.replicas.replicas import Replicas
+from xcloud.features.sharding import feature
 from xcloud.features.sharding.feature import check_in_step
 from xcloud.features.sharding.sharder import Sharder, is_sharded, whole_blocks
 from xcloud.job.config import Settings
@@ -288,3 +290,38 @@ def test_a_stage_can_be_dealt_in_one_cloud_and_in_both() -> None:
 def test_a_stage_that_cannot_be_dealt_is_refused(overrides: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         Settings.of(composed(*DEALT, *overrides))
+
+
+@pytest.mark.parametrize("is_sharded_here", [True, False])
+def test_a_rank_deals_blocks_where_its_cloud_shards(
+    is_sharded_here: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[Any] = []
+    monkeypatch.setattr(
+        feature, "sharding_clouds", lambda job: ["b"] if is_sharded_here else ["a"]
+    )
+    monkeypatch.setattr(
+        feature, "return_freed_memory", lambda device, num_bytes: done.append(num_bytes)
+    )
+    made = SimpleNamespace(block="block", rest=lambda stage: done.append(stage))
+    monkeypatch.setattr(feature, "Sharder", lambda *of, note: done.append((of, note)) or made)
+    cluster = SimpleNamespace(cloud_of=lambda rank: "ab"[rank])
+    context: Any = SimpleNamespace(
+        rank=1,
+        device="cpu",
+        job=SimpleNamespace(cluster=cluster),
+        reporter=SimpleNamespace(note=5),
+    )
+    at_rank: Any = feature.Sharding().at_rank(context)
+    if not is_sharded_here:
+        assert at_rank is None and done == []
+        return
+    built: Any = Dealt(deal=None)
+    assert at_rank.build_context(3, "group", built).deal == "block"
+    at_rank.complete(SimpleNamespace(stages={2: "other", 3: "stage"}), "pipeline")
+    assert done == [feature._LARGE_BYTES, (("group", "cpu"), 5), "stage"]
+
+
+@dataclass
+class Dealt:
+    deal: Any

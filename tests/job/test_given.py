@@ -2,6 +2,8 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -17,6 +19,7 @@ from xcloud.base.wording import WISHED
 from xcloud.base.yaml_text import to_yaml
 from xcloud.features.one_way.feed import Feed
 from xcloud.job import config as configs
+from xcloud.job import given
 from xcloud.job.config import Settings, check_keys, drop_keys, fill_in, looked_up
 from xcloud.job.given import Composer, explained, with_overrides
 from xcloud.job.given import composed as composed_words
@@ -294,3 +297,29 @@ def test_what_is_none_of_its_kind_is_refused_by_its_key(value: object) -> None:
         OmegaConf.update(config, key, value, force_add=True, merge=False)
         with pytest.raises(ConfigError, match=f"^{key.split('.')[0]}.* must be an? "):
             Settings.of(config)
+
+
+@pytest.mark.parametrize(
+    ("status", "steps", "has_more"),
+    [("finished", 9, True), ("finished", 8, False), ("failed", 8, True), (None, 7, True)],
+)
+def test_a_finished_run_resumes_only_for_more_steps(
+    status: str | None,
+    steps: int,
+    has_more: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def of(max_steps: int) -> Any:
+        return SimpleNamespace(job=SimpleNamespace(max_steps=max_steps))
+
+    asked: list[Any] = []
+    monkeypatch.setattr(given, "check_is_run", lambda *of: asked.append(of))
+    monkeypatch.setattr(given, "with_overrides", lambda *of: asked.append(of) or of[1])
+    monkeypatch.setattr(given.Settings, "of", lambda words: of(steps) if words == ["w"] else None)
+    monkeypatch.setattr(given, "read_settings", lambda file: of(8))
+    monkeypatch.setattr(given, "read_summary", lambda folder: {"status": status} if status else {})
+    settings, more = given.resumed(tmp_path, ["w"], Path("conf"))
+    assert settings.job.max_steps == steps and more is has_more
+    assert asked[0][0] == tmp_path
+    assert asked[1] == (tmp_path / "experiment.yaml", ["w"], Path("conf"))

@@ -195,3 +195,21 @@ def test_a_door_that_lacks_descriptors_threads_or_places_says_so_and_goes_on(
     assert shut.handshakes[1].since_s == now_s[0] and [*shut.waiting] == [9]
     shut._let_in()
     assert shut.handshakes[0].twin.marks == [socket.SHUT_RDWR], "then the peer's"
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_door_that_closes_waits_for_its_thread_unless_that_closes_it(
+    is_own: bool, shut: Any
+) -> None:
+    done: list[Any] = []
+
+    def shutdown(how: int) -> None:
+        done.append(how)
+        raise OSError
+
+    shut._listening = SimpleNamespace(shutdown=shutdown, close=lambda: done.append("closed"))
+    other = SimpleNamespace(join=done.append)
+    shut._thread = threading.current_thread() if is_own else other
+    shut.close()
+    assert shut._is_closed
+    assert done == [socket.SHUT_RDWR, *([] if is_own else [5.0]), "closed"]

@@ -28,7 +28,7 @@ from tests.toy import toy_config
 from xcloud.base.errors import ConfigError, FrameError, LinkClosed, LinkError, LinkTimeout
 from xcloud.job.config import Settings
 from xcloud.launch.join import main
-from xcloud.line import mailbox
+from xcloud.line import mailbox, mailbox_lines
 from xcloud.line.mailbox import (
     Arrivals,
     LinkBox,
@@ -641,3 +641,30 @@ def test_a_file_names_no_mailbox_that_the_policy_does_not(
     monkeypatch.setenv("XCLOUD_POLICY", str(policy))
     with pytest.raises(ConfigError, match=r"cluster\.wan\.url is .* addresses: \["):
         main([str(owners.file), "--run-dir", str(tmp_path / "run")])
+
+
+def test_lines_through_a_mailbox_end_with_words_links_and_what_lies_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[Any] = []
+    now_s = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now_s[0])
+    monkeypatch.setattr(mailbox_lines, "time", clock)
+
+    def wait(seconds: float) -> None:
+        done.append(seconds)
+        now_s[0] += mailbox_lines._CLOSE_S / 2
+
+    def clean(attempt: Any) -> None:
+        done.append(("clean", attempt))
+        raise LinkClosed("gone")
+
+    lines: Any = object.__new__(MailboxLines)
+    assert lines.texts == []
+    lines.words = [SimpleNamespace(close=lambda: done.append("words"))]
+    lines._incoming = [SimpleNamespace(wait=wait)] * 3
+    lines._arrivals = SimpleNamespace(clean=clean)
+    lines.stop = lambda: done.append("stopped")
+    lines.close()
+    most = mailbox_lines._CLOSE_S
+    assert done == ["words", most, most / 2, 0.0, ("clean", None), "stopped"]

@@ -157,3 +157,38 @@ def test_sizes_that_another_rank_sends_are_numbers_of_bounded_length(
         facts["samples of test"] = text
     with pytest.raises(FrameError, match="as the numbers of samples"):
         load_or_be_told(job, rendezvous)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_rank_0_reports_its_data_and_others_write_to_their_own_log(
+    rank: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    said: list[Any] = []
+    monkeypatch.setattr(task_data, "say", lambda text: said.append(("say", text)))
+    monkeypatch.setattr(task_data, "shown_digest", lambda job, data: "digest")
+    reporter = SimpleNamespace(
+        is_abroad=False,
+        note=lambda text: said.append(("note", text)),
+        remark=lambda text: said.append(("remark", text)),
+        event=lambda kind, **fields: said.append((kind, fields)),
+    )
+    task = SimpleNamespace(describe=lambda: "task")
+    context: Any = SimpleNamespace(rank=rank, job=SimpleNamespace(task=task), reporter=reporter)
+    data: Any = SimpleNamespace(
+        describe=lambda: "40 samples",
+        num_cut={"texts": {"train": Cut(3, 12, "task.b")}},
+        num_samples=lambda split: len(split),
+    )
+    task_data.note_data(context, data)
+    if rank:
+        assert said == [("say", "40 samples")]
+        assert [r.getMessage() for r in caplog.records] == ["train: 3 of 12 texts (task.b)"]
+        return
+    note, (kind, fields), remark, (cut, _) = said
+    assert (note, kind, remark) == (
+        ("note", "40 samples"), "data", ("remark", "train: 3 of 12 texts (task.b)")
+    )  # fmt: skip
+    assert fields == {
+        "name": "task", "digest": "digest", "rows": {"train": 5, "dev": 3, "test": 4},
+    }  # fmt: skip
+    assert cut == "cut" and not caplog.records

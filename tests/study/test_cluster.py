@@ -15,6 +15,7 @@ from pathlib import Path
 from threading import Timer
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -498,3 +499,38 @@ def test_the_batch_script_saves_when_slurm_warns_it_and_goes_on_in_its_queue(
         shown = slurm.asked(["scontrol", "show", "job", job], environment)
         assert "Restarts=1 " in shown and "JobState=COMPLETED" in shown, shown + said()
     assert '"event":"resume"' in (run_dir / "events.jsonl").read_text().replace(" ", "")
+
+
+def test_a_job_of_this_machine_is_the_process_that_began_when_it_did(
+    queue: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, jobs = queue()
+    process = psutil.Process()
+    own = cluster.SubmittedJob("local", str(os.getpid()), "here", process.create_time())
+    assert jobs._state(own) == "RUNNING" and not jobs._was_cancelled(own)
+    earlier = cluster.SubmittedJob("local", own.id, "here", process.create_time() - 1.0)
+    assert jobs._state(earlier) is None, "its number was given to another process"
+    monkeypatch.setattr(psutil.Process, "status", lambda process: psutil.STATUS_ZOMBIE)
+    assert jobs._state(own) is None
+    monkeypatch.setattr(psutil, "Process", Mock(side_effect=psutil.NoSuchProcess(1)))
+    assert jobs._state(own) is None
+
+
+def test_a_second_ctrl_c_ends_the_runs_of_this_machine_too(
+    queue: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, jobs = queue()
+    asked: list[int] = []
+    children = [SimpleNamespace(terminate=lambda n=n: asked.append(n)) for n in (7, 8)]
+
+    def process(number: int) -> Any:
+        if number == 41:
+            raise psutil.NoSuchProcess(41)
+        return SimpleNamespace(children=lambda recursive: children if recursive else [])
+
+    monkeypatch.setattr(psutil, "Process", process)
+    monkeypatch.setattr(cluster.time, "sleep", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(cluster.signal, "signal", lambda *of: None)
+    jobs._followed = [cluster.SubmittedJob("local", number, "here") for number in ("41", "42")]
+    jobs.end()
+    assert asked == [7, 8]

@@ -6,8 +6,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,7 @@ from tests.small_tokenizer import write_chat_tokenizer
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.contracts.model import NO_LABEL, NO_TOKEN
 from xcloud.demo import NUM_ROWS, reviews
+from xcloud.features.preferences.feature import PreferenceTuningAtRank
 from xcloud.features.preferences.loss import PreferenceLoss, trained_pieces
 from xcloud.job.config import Settings
 from xcloud.models.causal import CausalLM
@@ -672,3 +675,17 @@ def test_rows_that_stay_in_one_cloud_are_not_compressed_and_so_not_refused() -> 
 def test_the_headline_says_what_the_answers_are_judged_against() -> None:
     said = build("+exp=dpo_reviews").headline
     assert "preferences against the model of the start, beta 0.1" in said
+
+
+@dataclass
+class Built:
+    document_loss: Any = None
+
+
+def test_the_last_stage_alone_learns_from_the_loss_of_pairs() -> None:
+    job = SimpleNamespace(cluster=SimpleNamespace(num_stages=3), task=SimpleNamespace(beta=0.25))
+    context: Any = SimpleNamespace(job=job)
+    at_rank = PreferenceTuningAtRank(context)
+    made: list[Any] = [at_rank.build_context(n, group=None, context=Built()) for n in range(3)]  # type: ignore[arg-type]
+    assert [one.document_loss for one in made[:2]] == [None, None]
+    assert made[2].document_loss is at_rank._loss and at_rank._loss.beta == 0.25
