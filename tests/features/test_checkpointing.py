@@ -368,3 +368,41 @@ def test_a_rank_that_cannot_save_says_so_and_the_last_step_is_still_to_be_saved(
     checkpointing._lack = lambda step, why: done.append((step, why))
     checkpointing.fail(7, reason="full")
     assert done == [(7, False), *([(7, {0})] if rank == 0 else []), (7, "full")]
+
+
+@pytest.mark.parametrize(
+    ("signal", "is_writing", "is_last", "does"),
+    [
+        (Signal.CHECKPOINT, True, False, "fails"),
+        (Signal.CHECKPOINT, True, True, "saves"),
+        (Signal.CHECKPOINT, False, False, "saves"),
+        (Signal.STOP, True, False, "saves"),
+        (Signal.GO_ON, True, False, "goes on"),
+    ],
+)
+def test_a_step_whose_checkpoint_is_due_while_one_is_written_is_left_out(
+    signal: Signal, is_writing: bool, is_last: bool, does: str
+) -> None:
+    """The last one is waited for."""
+    done: list[Any] = []
+    checkpointer: Any = object.__new__(Checkpointer)
+    checkpointer.rank = 1
+    checkpointer.fail = lambda step, reason: done.append(("fails", step, reason))
+    checkpointer.save = lambda step: done.append(("saves", step))
+    checkpointer._tell = lambda to, step, message: None
+    checkpointer._asked = SimpleNamespace(was_asked=False, is_reported=False)
+    checkpointer._parts = "parts"
+    checkpointer._notes = SimpleNamespace(flush=lambda: None)
+    checkpointer.writer = SimpleNamespace(
+        is_writing=is_writing, prepare=lambda parts: done.append("prepares")
+    )
+    checkpointer.timing = SimpleNamespace(
+        saved_step=5, is_half_way=lambda step: False, final_step=7 if is_last else 8
+    )
+    stops = checkpointer.after(7, signal)
+    told = {
+        "fails": [("fails", 7, "that of step 5 is still being written")],
+        "saves": [("saves", 7)],
+        "goes on": [],
+    }
+    assert done == told[does] and stops is (signal is Signal.STOP)

@@ -24,6 +24,7 @@ from xcloud.net.words import (
     MAX_WORDS,
     ControlMessage,
     WordKind,
+    WordsOfFirst,
     _JoinedLine,
     decode,
     encode,
@@ -183,3 +184,24 @@ def test_what_is_no_word_is_refused_by_the_sender_s_name(buffer: torch.Tensor) -
 def test_only_rank_0_decides_so_nobody_asks_for_another_s_word(tmp_path: Path) -> None:
     with pytest.raises(AssertionError):
         rendezvous(tmp_path, 1, within_s=0.1).read("table", 2)
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_a_rank_whose_line_breaks_while_it_is_joined_is_gone_unless_it_may_come_again(
+    is_open: bool,
+) -> None:
+    def join(rank: int, beginning: int, within_s: float) -> Any:
+        raise RuntimeError("no such peer")
+
+    words = WordsOfFirst(cast(Any, None), 1, join, within_s=0.0, is_open=False)
+    words._is_open = is_open
+    thread = words._start(1, beginning=1, within_s=5.0)
+    thread.join(10)
+    assert thread.daemon and not thread.is_alive()
+    if is_open:
+        assert words._ended == {}
+        with pytest.raises(LinkTimeout, match="rank 1 has not come in 0 s"):
+            words.receive_text("table", 1)
+    else:
+        with pytest.raises(LinkClosed, match="rank 1 is gone: no such peer"):
+            words.receive_text("table", 1)

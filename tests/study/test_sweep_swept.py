@@ -5,10 +5,10 @@ import csv
 from io import StringIO
 from pathlib import Path
 
-import matplotlib.image
 import pytest
 from rich.console import Console
 
+from tests import as_written
 from tests.sweep_runs import compose, fig_9, split_run, write_run
 from xcloud.study.pictures import write_swept_picture
 from xcloud.study.points import (
@@ -19,8 +19,6 @@ from xcloud.study.points import (
 )
 from xcloud.study.report import print_sweep, print_swept, write_swept
 from xcloud.study.results import PointResult, Results, from_folder, published_for, swept_of
-
-pytestmark = pytest.mark.usefixtures("pictures")
 
 LAYER, RANK = "model.split.layer", "model.split.rank"
 
@@ -154,14 +152,22 @@ def test_table_has_values_down_and_lines_across(tmp_path: Path) -> None:
     assert first["mean"] == "71.8"
 
 
-@pytest.mark.parametrize("runs", [fig_9(), [split_run(2, rank) for rank in (8, 16)]])
-def test_the_picture_is_drawn_and_not_blank(tmp_path: Path, runs: list[PointResult]) -> None:
+@pytest.mark.parametrize(
+    ("name", "runs"),
+    [
+        ("swept over layers", fig_9()),
+        ("swept over ranks", [split_run(2, rank) for rank in (8, 16)]),
+        ("swept over decades", [split_run(layer, 8) for layer in (1, 7, 50)]),
+    ],
+)
+def test_the_picture_is_as_it_is_written_down(
+    name: str, runs: list[PointResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = as_written.keep_figures(monkeypatch)
     found = swept_of(Results(runs))
     assert found is not None
-    path = write_swept_picture(tmp_path, found, "sweep s")
-
-    assert path.name == "quality_over_setting.png"
-    assert matplotlib.image.imread(path)[..., :3].std() > 0.04
+    write_swept_picture(tmp_path, found, "sweep s")
+    as_written.check(name, kept["quality_over_setting.png"])
 
 
 def test_scores_of_leaks_have_a_panel_and_a_column(tmp_path: Path) -> None:
