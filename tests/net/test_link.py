@@ -21,10 +21,10 @@ from xcloud.comm.channel import SendChannel
 from xcloud.comm.compression import Compression
 from xcloud.layout import Cloud, ClusterLayout
 from xcloud.net import link as links
-from xcloud.net.frame import Kind, MessageKey, TensorSpec, frame_bytes
+from xcloud.net.frame import OF_A_STEP, Kind, MessageKey, TensorSpec, frame_bytes
 from xcloud.net.gloo_link import GlooInLink, GlooOutLink
 from xcloud.net.link import LinkClock, PostedReceives, Reservation
-from xcloud.net.link_end import ByteQueue, InSettings, OutSettings
+from xcloud.net.link_end import ByteQueue, EndSettings, InSettings, OutSettings
 from xcloud.net.link_profile import BUDGET_BYTES, MIN_POSTED, LinkProfile, LinkWindow
 from xcloud.pipeline.ends import FRAME_SLACK_BYTES
 from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward
@@ -367,3 +367,24 @@ def test_reservations_of_many_threads_do_not_overlap(tmp_path: Path) -> None:
     slots.sort()
     assert len(slots) == 200
     assert all(b.start_s >= a.sent_s for a, b in pairwise(slots))
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_a_message_of_a_step_moves_the_deadline_and_a_part_of_any_says_that_the_peer_lives(
+    kind: Kind,
+) -> None:
+    heard: list[Any] = []
+    progress: Any = SimpleNamespace(note=lambda *at_s: heard.append(at_s))
+    peer: Any = SimpleNamespace(mark_alive=lambda: heard.append("alive"))
+    window = LinkWindow(max_queued_bytes=2, max_evaluation_bytes=1)
+    end = EndSettings("a", 8, window, peer=peer, progress=progress)
+    end.note_progress(kind, at_s=3.0)
+    assert heard == ([(3.0,)] if kind in OF_A_STEP else [])
+    heard.clear()
+    end.note_moving()
+    assert heard == ["alive", ()]
+    alone = EndSettings("a", 8, peer=peer)
+    alone.note_progress(kind)
+    alone.note_moving()
+    assert heard == ["alive", (), "alive"]
+    assert end.room_bytes(kind) == (1 if kind is Kind.EVALUATION else 2)
