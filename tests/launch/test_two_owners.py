@@ -2,7 +2,6 @@
 
 import io
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -326,7 +325,9 @@ def test_each_rank_is_told_its_attempt_and_where_its_cloud_meets_and_listens(
     started: list[int] = []
     monkeypatch.setattr(join.LocalRanks, "start", lambda ranks: started.append(ranks._attempt))
     monkeypatch.setattr(CloudRanks, "_tell_other_clouds", lambda ranks: told.append(ranks.ranks))
-    monkeypatch.setattr(join.time, "time", lambda: 1000.9)
+    monkeypatch.setattr(join, "time", SimpleNamespace(time=lambda: 1000.9))
+    at_once = lambda target, daemon: SimpleNamespace(start=target)  # noqa: E731
+    monkeypatch.setattr(join, "threading", SimpleNamespace(Thread=at_once))
     second = Machine(1, 2, meet_at="h:2")
     cases: list[tuple[CloudRanks, list[str], int]] = [
         (ranks_of_b("sealed"), [], 1),
@@ -344,9 +345,6 @@ def test_each_rank_is_told_its_attempt_and_where_its_cloud_meets_and_listens(
         words = ranks.words_of(2)
         assert words[-len(own) :] == own and words[:2] == ["worker", "file"]
         ranks.start()  # within the same second
-        for thread in threading.enumerate():
-            if thread.daemon and thread is not threading.current_thread():
-                thread.join(0.2)
         assert started.pop() == 1001 and len(told) == num_told
 
 

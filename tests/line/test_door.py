@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,8 +81,10 @@ def shut(monkeypatch: pytest.MonkeyPatch) -> Any:
         return one, (f"host {one.number}", 1)
 
     shut._listening = SimpleNamespace(accept=accept)
-    monkeypatch.setattr(door.time, "sleep", lambda seconds: shut.refused.append(seconds))
-    monkeypatch.setattr(door.threading, "Thread", NoThread)
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=shut.refused.append)
+    monkeypatch.setattr(door, "time", clock)
+    threads = SimpleNamespace(Thread=NoThread, current_thread=threading.current_thread)
+    monkeypatch.setattr(door, "threading", threads)
     return shut
 
 
