@@ -1,7 +1,8 @@
 """The one list of the settings that features add to those of a job. Each stands in the feature's
 folder, in a settings.py that imports no room above this one; feature_list.py imports what stands
-above a job, so that the two lists cannot be one. Of a feature that is deleted its setting stays
-here as `dropped={"NAME": VALUE}` of its class below, for files of earlier releases."""
+above a job, so that the two lists cannot be one. For files of earlier releases a feature that is
+deleted leaves its setting here, as `dropped={"NAME": VALUE}` of a class below, and the class of a
+group, as MOVED["CLASS"] = "xcloud.base.settings.nothing"."""
 
 from __future__ import annotations
 

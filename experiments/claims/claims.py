@@ -290,10 +290,10 @@ class Judged(NamedTuple):
 def judge(claim: Claim, rows: Sequence[ResultRow]) -> list[Judged]:
     judged = []
     for rule in claim.rules:
-        found = None if rule.figure.is_missed(rows) else rule.figure.of(rows)
-        met = "not run" if found is None else rule.judge(found)
-        if rule.figure.is_missed(rows):
-            met = "not reached"
+        is_missed = rule.figure.is_missed(rows)
+        found = None if is_missed else rule.figure.of(rows)
+        without = "not reached" if is_missed else "not run"
+        met = without if found is None else rule.judge(found)
         judged.append(Judged(says=rule.says, found=found, met=met))
     return judged
 

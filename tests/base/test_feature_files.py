@@ -66,7 +66,10 @@ NAMED: dict[str, tuple[set[str], set[str]]] = {
     ),
     "sentinel": ({"on_departure", "departure", "DepartureWatch"}, set()),
     "weight_patches": (
-        {".patches", "training.patches", "Patches", "weights_written", "WeightPatches"},
+        {
+            *(".patches", "training.patches", "Patches", "weights_written"),
+            *("WeightPatches", "PatchWriter"),
+        },
         set(),
     ),
     "until": (

@@ -46,7 +46,7 @@ def test_the_nearest_key_and_all_beside_it_are_named() -> None:
     )
     assert "Allowed here: learning_rate, warmup_steps, decay" in line
     line = hint("sed=3")
-    assert "did you mean 'seed'? Allowed here: " in line and ", name, seed" in line
+    assert "did you mean 'seed'? Allowed here: " in line and "name, seed" in line
     assert hint("model.splot.rank=3").startswith("unknown setting 'model.splot'; did you mean")
     words = ["+exp=abnet_iwslt", "model=transformer", "model.encoder.pretraining.steps=2"]
     assert hints(words)[0].startswith("unknown setting 'model.encoder'")

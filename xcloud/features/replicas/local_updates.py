@@ -326,8 +326,7 @@ class LocalRounds(Exchange):
         fragment.averager.settle(was_used=all(have_moved))
 
     def _apply_of_server(self, fragment: _Fragment, merged: Merged) -> int:
-        """Apply what the averaging server merged, perhaps without this cloud. Return the step that
-        it has reached."""
+        """Apply what the averaging server merged. Return the step that it has reached."""
         is_new = bool(merged.changes or merged.values)
         numbers = torch.tensor([merged.step, merged.is_counted, is_new])
         step, is_counted, is_new = self._replicas.group.from_leader(numbers).tolist()
@@ -347,7 +346,7 @@ class LocalRounds(Exchange):
                 fragment.values.keep(own)
         # A replica that was late goes on at the server's step: it skips those up to it.
         self.budget.idle_until = max(self.budget.idle_until, step)
-        return step
+        return int(step)
 
     def is_idle(self, step: int) -> bool:
         return step <= self.budget.idle_until
