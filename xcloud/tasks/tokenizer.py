@@ -413,11 +413,11 @@ class PretrainedTokenizer(TokenizerChoice):
         used = Backend(models.BPE())
         for part in parts:
             setattr(used, part, getattr(backend, part))
-        ours = json.loads(used.to_str())
+        ours = parsed_json(used.to_str())
         # The library writes out defaults that a file may omit, so the file's parts go through it.
         written = read_json(path)
         rules = {part: written.get(part) for part in parts}
-        theirs = json.loads(Backend.from_str(json.dumps(ours | rules)).to_str())
+        theirs = parsed_json(Backend.from_str(json.dumps(ours | rules)).to_str())
         replaced = [part for part in parts if theirs[part] != ours[part]]
         if not replaced:
             return ""
