@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -23,7 +25,9 @@ import torch
 from pydantic import Field
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from xcloud.base.bounded import parsed_json
 from xcloud.base.errors import ConfigError, DataError, XcloudError
 from xcloud.base.settings import Positive, between, settings
 from xcloud.base.wording import check
@@ -130,9 +134,7 @@ def read_config(name_or_path: str) -> Any:
         )
     try:
         config = config_of(raw)
-        # One block on the meta device takes no memory, and shows what transformers would only say
-        # after gigabytes were read.
-        laid_out(_of_one_block(config), part=Part(range(1), is_first=False, is_last=False))
+        _check_can_be_made(json.dumps(raw, sort_keys=True))
     except XcloudError:
         raise
     except Exception as error:  # whatever transformers raises at what it does not know
@@ -142,6 +144,14 @@ def read_config(name_or_path: str) -> Any:
             f"({said:.300})"
         ) from error
     return config
+
+
+@cache
+def _check_can_be_made(described: str) -> None:
+    """Lay out one block: on the meta device it takes no memory, and it shows what transformers
+    would only say after gigabytes were read. A run reads the same config.json several times."""
+    config = _of_one_block(config_of(parsed_json(described)))
+    laid_out(config, part=Part(range(1), is_first=False, is_last=False))
 
 
 _LOADS_MORE = ("auto_map", "custom_pipelines", "quantization_config", "implementation", "kernel")
@@ -245,12 +255,30 @@ def _of_one_block(config: Any) -> Any:
     return small
 
 
+class _Undrawn(TorchFunctionMode):
+    """Modules that draw no weights: on the meta device there is nothing to fill, and torch takes
+    most of the time of a layout to find that out. It holds in one thread, unlike the way that
+    transformers has."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Collection[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = kwargs or {}
+        if getattr(func, "__module__", None) == nn.init.__name__:
+            return given["tensor"]
+        return func(*args, **given)
+
+
 def laid_out(config: Any, part: Part) -> Any:
     from transformers import AttentionInterface, AutoModelForCausalLM
 
     AttentionInterface.register(ATTENTION, attend)
     # Laid out whole and then emptied, as the classes of transformers know nothing of parts.
-    with torch.device("meta"):
+    with torch.device("meta"), _Undrawn():
         network = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             config, attn_implementation=ATTENTION, dtype=torch.float32, trust_remote_code=False
         )
