@@ -42,8 +42,7 @@ def pairs(num: int) -> Sequence[tuple[str, str]]:
     "used to", and so on; so BLEU measures the model, not ambiguity in the corpus. Raises
     ConfigError for more than NUM_ROWS, as the other functions do.
     """
-    # Tuples, as the rows of a file of JSON are lists, which callers could change for each other.
-    return [(es, en) for es, en in _rows("pairs", num=num)]
+    return _rows("pairs", num=num)
 
 
 def reviews(num: int) -> list[tuple[str, bool]]:
@@ -95,5 +94,6 @@ def _rows(name: str, num: int) -> Sequence[Any]:
 def _all_rows(name: str) -> Sequence[Any]:
     """Read one file of texts: a JSON array on each line. It takes some 0.1 s."""
     file = resources.files("xcloud.demo").joinpath("texts", f"{name}.jsonl.bz2")
-    # Packed and read once a process: every rank and every task of a test asks for them.
-    return [parsed_json(line) for line in bz2.decompress(file.read_bytes()).splitlines()]
+    # Packed and read once a process: every rank and every task of a test asks for them. Rows are
+    # tuples, as callers could change lists for each other.
+    return [tuple(parsed_json(line)) for line in bz2.decompress(file.read_bytes()).splitlines()]

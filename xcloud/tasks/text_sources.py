@@ -13,6 +13,7 @@ import random
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Annotated
 
@@ -117,7 +118,13 @@ class DemoText(TextSource):
             yield tuple(sides[language] for language in languages_of(part))
 
     def public_texts(self) -> Sequence[str]:
-        return [text for pair in pairs(self.num_texts) for text in pair]
+        return _demo_texts(self.num_texts)
+
+
+@cache
+def _demo_texts(num_pairs: int) -> Sequence[str]:
+    """Every setting that must be public asks for them as it is built."""
+    return tuple(text for pair in pairs(num_pairs) for text in pair)
 
 
 @settings("text.source")
