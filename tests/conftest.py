@@ -8,11 +8,10 @@ begin. A named file, --pdb and `-n 0` run in one process.
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import functools
 import gc
-import importlib
+import logging
 import os
 import signal
 import sys
@@ -26,9 +25,7 @@ from unittest import mock
 import pytest
 
 from tests import warm_ranks
-
-# Torch and what imports it is imported by fixtures: the process that starts the others has no use
-# for it, and they would wait for its four seconds.
+from tests.logged import LOG, Log
 
 # A shell starts what it runs in the background with SIGINT ignored, and children inherit that; the
 # tests that interrupt a command would wait for ever.
@@ -63,6 +60,19 @@ def _same_numbers_in_every_order() -> None:
     torch.set_num_threads(1)
     # torch.manual_seed looks for every kind of device, each time with the stack as a text.
     torch.default_generator.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_line_of_an_earlier_test() -> None:
+    LOG.records.clear()
+
+
+@pytest.fixture
+def caplog() -> Iterator[Log]:
+    """In place of pytest's (`tests/logged.py`)."""
+    level = logging.root.level
+    yield LOG
+    logging.root.setLevel(level)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -152,13 +162,17 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
             # The one that takes a dead one's place near the end gets no tests, and pytest-xdist
             # 3.8 waits for it for ever. Without it the run ends and names the test.
             option.maxworkerrestart = "0"
+        if whole and sys.platform == "linux":
+            from tests import forked_workers
+
+            files = [file for root in config.args for file in Path(root).rglob("test_*.py")]
+            forked_workers.start(option.numprocesses, sorted(files))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     node.workerinput["dist"] = node.config.option.dist
     node.workerinput["composed"] = composed_folder().name
-    node.workerinput["whole"] = node.config.args_source is not pytest.Config.ArgsSource.ARGS
     if sys.platform == "linux":
         node.workerinput["warm_ranks"] = warm_ranks.address()
 
@@ -167,24 +181,11 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     warm_ranks.close()
 
 
-LARGEST_LIBRARIES = ("torch._dynamo", "mlflow", "sklearn.metrics", "datasets")
-
-
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Let each process of xdist begin with another library and then with other tests: it compiles
-    a share of what a fresh installation has not compiled yet, and finds the shares of others."""
     gc.disable()
     about = getattr(session.config, "workerinput", {})
     if about:
         os.environ["XCLOUD_TESTS_COMPOSED"] = about["composed"]
-    if about.get("whole"):
-        number = int(about["workerid"].removeprefix("gw"))
-        importlib.import_module(LARGEST_LIBRARIES[number % len(LARGEST_LIBRARIES)])
-        files = sorted(Path(__file__).parent.glob("*/test_*.py"))
-        begin = len(files) * number // about["workercount"]
-        for file in files[begin:] + files[:begin]:
-            with contextlib.suppress(Exception, pytest.skip.Exception):  # collecting it says why
-                importlib.import_module(f"tests.{file.parent.name}.{file.stem}")
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
@@ -226,7 +227,10 @@ def pytest_runtest_makereport(
     """Let a test fail in a few words where pytest cannot report it. An exception that comes from
     an instruction without a line ends pytest's process, and the run, and nobody learns of it."""
     try:
-        return (yield)
+        report = yield
+        if report.failed and LOG.records:
+            report.sections.append((f"Captured log {report.when}", LOG.text))
+        return report
     except Exception:
         if call.excinfo is None:
             raise

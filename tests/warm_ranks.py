@@ -149,8 +149,11 @@ class ServerProcess:
                 start_new_session=True,
             )
 
-    def close(self) -> None:
+    def leave(self) -> None:
         self._ours.close()
+
+    def close(self) -> None:
+        self.leave()
         self._process.wait()
 
 
@@ -191,6 +194,14 @@ def address() -> bytes:
     global _process
     _process = _process or ServerProcess()
     return _process.address
+
+
+def forget() -> None:
+    """In a child: leave the server to the process that has started it."""
+    global _process
+    if _process is not None:
+        _process.leave()
+        _process = None
 
 
 def connect(address: bytes) -> None:

@@ -11,6 +11,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from tests.configs import composed
+from tests.logged import Log
 from tests.nightly import each_once, first_daily
 from tests.toy import toy_config
 from xcloud.base.errors import ConfigError
@@ -226,9 +227,7 @@ def test_what_these_answers_name_is_accepted() -> None:
 
 
 @pytest.mark.parametrize("target", ["nowhere.Part", "xcloud.comm.NoSuch", "json.nothing"])
-def test_a_part_that_does_not_exist_is_one_line_of_ours(
-    target: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_part_that_does_not_exist_is_one_line_of_ours(target: str, caplog: Log) -> None:
     """Hydra's own look-up logs an error before it raises one."""
     with pytest.raises(ConfigError, match=rf"x._target_: there is no {target}, or it cannot"):
         check_keys({"hooks": {"x": {"_target_": target}}}, "")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.logged import Log
 from xcloud.base.errors import DataError, FrameError
 from xcloud.contracts.model import Cut
 from xcloud.rank import row_counts, task_data
@@ -161,7 +162,7 @@ def test_sizes_that_another_rank_sends_are_numbers_of_bounded_length(
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_only_rank_0_reports_its_data_and_others_write_to_their_own_log(
-    rank: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    rank: int, monkeypatch: pytest.MonkeyPatch, caplog: Log
 ) -> None:
     said: list[Any] = []
     monkeypatch.setattr(task_data, "say", lambda text: said.append(("say", text)))

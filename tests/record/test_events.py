@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.event_lines import append_event, steps_done
+from tests.logged import Log
 from tests.nightly import first_daily
 from tests.runs import in_threads
 from tests.toy import toy_config
@@ -49,9 +50,7 @@ def test_reader_returns_each_event_once_and_in_order(tmp_path: Path) -> None:
     assert event["event"] == "finish" and event["num_steps"] == 3 and event["t"] > 1e9
 
 
-def test_a_log_that_an_earlier_release_cut_off_is_one_stream(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_log_that_an_earlier_release_cut_off_is_one_stream(tmp_path: Path, caplog: Log) -> None:
     """0.2.0 cut every 8 MB off and compressed it; some of it stays plain where that was killed."""
     texts = [*"abcdef"]
     first, second, third, rest = (
@@ -90,9 +89,7 @@ def test_line_cut_at_any_byte_is_read_when_it_is_whole(tmp_path: Path) -> None:
         assert [event["text"] for event in list(reader)] == ["añ两"]
 
 
-def test_line_that_is_no_event_is_skipped_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_line_that_is_no_event_is_skipped_with_a_warning(tmp_path: Path, caplog: Log) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text('{"event": "st{"event": "note"}\n[1]\n\n{"event": "note"}\n')
 

@@ -13,6 +13,7 @@ import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
+from tests.logged import Log
 from tests.toy import toy_config
 from xcloud.base.errors import RunFailed
 from xcloud.contracts.model import Stage
@@ -65,9 +66,7 @@ def lost(folder: Path) -> Any:
     return json.loads((folder / LOST_LINES_FILE).read_text())
 
 
-def test_a_full_disk_costs_lines_and_is_said_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_disk_costs_lines_and_is_said_once(tmp_path: Path, caplog: Log) -> None:
     events = on(SmallDisk(tmp_path / EVENTS_FILE, room=0), tmp_path / EVENTS_FILE)
     reporter = Reporter(0, "a", events.append)
     for text in ("one", "two", "three"):
@@ -92,7 +91,7 @@ def test_short_writes_still_make_whole_lines(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("room", range(0, 100, 3))
 def test_a_torn_line_spoils_no_other_once_there_is_space(
-    room: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    room: int, tmp_path: Path, caplog: Log
 ) -> None:
     disk = SmallDisk(tmp_path / EVENTS_FILE, room)
     events = on(disk, tmp_path / EVENTS_FILE)
@@ -126,9 +125,7 @@ def test_a_failure_that_cannot_be_written_keeps_its_exit_code(
     assert write_failure(tmp_path / "no such folder", 0, ValueError("x")) == EXIT_FAILED
 
 
-def test_files_beside_the_run_are_warnings_and_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_files_beside_the_run_are_warnings_and_counted(tmp_path: Path, caplog: Log) -> None:
     events = EventFile(tmp_path / EVENTS_FILE)
     reporter = Reporter(0, "a", events.append)
     with reporter.may_lose("samples.txt"):
@@ -205,7 +202,7 @@ def test_a_log_that_cannot_be_written_says_nothing_of_its_own(
     ids=json.dumps,
 )
 def test_a_malformed_event_does_not_end_the_monitor(
-    event: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    event: dict[str, Any], tmp_path: Path, caplog: Log
 ) -> None:
     config = OmegaConf.create(toy_config("local"))
     monitor = Monitor(configs.Settings.of(config), tmp_path)
@@ -221,7 +218,7 @@ def test_a_malformed_event_does_not_end_the_monitor(
 
 
 def test_a_summary_that_cannot_be_written_is_named_and_the_run_has_finished(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: Log
 ) -> None:
     monitor = Monitor(configs.Settings.of(OmegaConf.create(toy_config("local"))), tmp_path)
     (tmp_path / SUMMARY_FILE).mkdir()

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from tests.event_lines import DEEP, MAX_STEPS, SCORERS, STEP, Desk
 from tests.feature_rows import feature_rows
+from tests.logged import Log
 from tests.toy import toy_config
 from xcloud.base.errors import FrameError
 from xcloud.feature_list import FIGURES
@@ -282,9 +283,7 @@ def test_the_table_of_events_names_every_event_and_field_that_a_rank_reports() -
     assert {"step", "quality", "fed", "timeline", "absence", "resume"} <= seen
 
 
-def test_a_log_on_disk_with_any_line_is_read_to_its_end(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_log_on_disk_with_any_line_is_read_to_its_end(tmp_path: Path, caplog: Log) -> None:
     """As a disk may leave it."""
     config = OmegaConf.create(toy_config("local"))
     configs.Settings.of(config).write(tmp_path / configs.EXPERIMENT_FILE)
@@ -311,7 +310,7 @@ def test_a_log_on_disk_with_any_line_is_read_to_its_end(
 
 
 def test_a_monitor_that_fails_still_leaves_a_summary(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Log
 ) -> None:
     configs.Settings.of(toy_config("local")).write(tmp_path / configs.EXPERIMENT_FILE)
     audit_file(tmp_path, 0).write_text("{}")

@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 
 from tests import as_written
 from tests.import_walk import MODULES, imports, own_imports
+from tests.logged import Log
 from tests.nightly import first_daily
 from tests.timelines import timeline, two_ranks
 from tests.toy import toy_config
@@ -214,7 +215,7 @@ def test_the_monitor_leaves_trace_and_pictures_in_the_run_folder(
 
 
 def test_pictures_that_cannot_be_drawn_are_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Log
 ) -> None:
     def fail(*_: object, **named: object) -> None:
         raise OSError("no font at all")
@@ -229,7 +230,7 @@ def test_pictures_that_cannot_be_drawn_are_one_warning(
 
 
 def test_a_run_that_failed_before_its_first_step_has_no_pictures_and_no_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: Log
 ) -> None:
     follow(tmp_path, [], "it broke")
 

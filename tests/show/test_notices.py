@@ -12,6 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.feature_rows import feature_rows
+from tests.logged import Log
 from tests.nightly import first_daily
 from tests.runs import wait_for
 from tests.toy import toy_config
@@ -127,7 +128,7 @@ def test_the_event_is_no_word_of_the_command(tmp_path: Path) -> None:
 
 
 def test_a_command_that_hangs_is_ended_and_never_holds_up_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Log
 ) -> None:
     monkeypatch.setattr(notices, "LIMIT_S", 2.0)
     file = tmp_path / "pid"
@@ -154,7 +155,7 @@ def test_a_command_that_hangs_is_ended_and_never_holds_up_the_run(
     ],
 )
 def test_a_command_that_fails_costs_a_warning(
-    on_event: str, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    on_event: str, said: str, tmp_path: Path, caplog: Log
 ) -> None:
     one = monitor(tmp_path, on_event)
     one.start()

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.corpora import given
+from tests.logged import Log
 from tests.small_tokenizer import SmallTokenizer
 from xcloud import tasks
 from xcloud.tasks import text_sources
@@ -119,7 +120,7 @@ def test_keys_of_rows_that_are_not_used_are_named_once_with_their_files(
 
 @pytest.mark.parametrize("reader", TEXTS, ids=lambda one: one.__name__)
 def test_texts_for_pre_training_say_in_the_own_log_what_of_their_rows_is_not_used(
-    reader: Any, hub: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    reader: Any, hub: dict[str, Any], tmp_path: Path, caplog: Log
 ) -> None:
     rows = [{**TEXTS[reader], "extra": "x"}]
     hub["train"] = rows

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.event_lines import append_event, append_step
+from tests.logged import Log
 from tests.runs import wait_for
 from xcloud.base.errors import ConfigError
 from xcloud.record.events import EVENTS_FILE, StepCollector
@@ -131,7 +132,7 @@ def open_with(client: FakeClient) -> Callable[..., tuple[FakeClient, str]]:
 
 
 def test_store_that_hangs_delays_no_call_and_what_it_lacks_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Log
 ) -> None:
     answered, gave_up = threading.Event(), threading.Event()
 
@@ -159,7 +160,7 @@ def test_store_that_hangs_delays_no_call_and_what_it_lacks_is_said(
 
 
 def test_what_a_store_missed_arrives_once_and_in_order_when_it_is_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Log
 ) -> None:
     """Down from the second step to the fourth, so the event file is all that is left of them."""
     is_down = threading.Event()
@@ -217,7 +218,7 @@ def test_a_store_that_stays_down_lacks_what_came_after_the_last_step_it_took(
 
 
 def test_refused_value_and_lost_file_are_said_and_the_rest_arrives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Log
 ) -> None:
     class Refusal(Exception):
         error_code = "INVALID_PARAMETER_VALUE"
