@@ -31,7 +31,8 @@ class RandomText:
     seed: int = 3
     ids: TokenIds = IDS
 
-    def describe(self) -> str:
+    @property
+    def label(self) -> str:
         return f"random text {self.seed}"
 
     def token_ids(self, cache_dir: Path) -> TokenIds:

@@ -768,7 +768,7 @@ def test_the_first_rank_of_a_stage_writes_every_so_many_updates_and_after_the_la
             data=SimpleNamespace(save_tokenizers=lambda folder: None),
         )  # fmt: skip
         return (
-            feature_module.WritingAtRank(cast(Any, None)).observer(built, cast(Any, None)),
+            feature_module.WritingAtRank(*[cast(Any, None)] * 2).observer(built, cast(Any, None)),
             log,
             records,
         )

@@ -10,6 +10,7 @@ import torch
 from xcloud.base.errors import ConfigError, FrameError
 from xcloud.line import pieces
 from xcloud.line.hello import (
+    WHY_REFUSED,
     Hello,
     HelloRefusal,
     StreamName,
@@ -139,7 +140,8 @@ def test_a_greeting_is_on_the_wire_as_every_release_of_its_version_reads_it() ->
         reason: b"\6XCLR\3" + bytes([number]) for reason, number in refusals.items()
     }
     for reason in HelloRefusal:
-        assert decode_hello(encode_refusal(reason)[1:], sender="a") is reason and reason.text
+        assert decode_hello(encode_refusal(reason)[1:], sender="a") is reason
+    assert all(WHY_REFUSED[reason] for reason in HelloRefusal)
 
 
 @pytest.mark.parametrize(

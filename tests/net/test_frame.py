@@ -7,6 +7,7 @@ import torch
 from xcloud.base.errors import ConfigError, FrameError
 from xcloud.net.frame import (
     OF_A_STEP,
+    TRAFFIC_OF,
     Kind,
     MessageKey,
     TensorSpec,
@@ -151,7 +152,7 @@ def test_messages_are_counted_by_what_they_are_for() -> None:
     other = ("NORM", "REPORT", "CHOICE", "BARRIER", "ALIVE", "CHECKPOINT")
     counted = dict.fromkeys(other, "other")
     counted |= {"ACTIVATION": "forward", "GRADIENT": "backward", "AVERAGING": "averaging"}
-    assert {kind.name: kind.traffic for kind in Kind if kind.traffic} == counted
+    assert {kind.name: name for kind, name in TRAFFIC_OF.items()} == counted
     assert {kind.name for kind in OF_A_STEP} == {
         "ACTIVATION", "GRADIENT", "NORM", "CHOICE", "AVERAGING"
     }  # fmt: skip

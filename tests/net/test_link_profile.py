@@ -188,7 +188,6 @@ def test_a_line_says_what_it_is_and_who_keeps_its_time(wan: Wan, flags: str, sai
     }
     assert [name for name, holds in names.items() if holds] == flags.split()
     is_profile = isinstance(wan, LinkProfile)
-    assert wan.profile is (wan if is_profile else None)
     expected_s = 10 * wan.transfer_s(1000) if is_profile else 0.0
     assert wan.allowance_s(1000) == expected_s
 

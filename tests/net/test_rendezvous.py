@@ -23,7 +23,14 @@ from xcloud.launch.torchrun import Machines, StopAsked, _endings, _host_and_port
 from xcloud.net import addresses, rendezvous
 from xcloud.net.addresses import choose_interface, own_address, store_at, why_unreachable
 from xcloud.net.failure_detector import FailureDetector
-from xcloud.net.rendezvous import Ending, count_of, ended_key, of_this_attempt, value_of
+from xcloud.net.rendezvous import (
+    HAS_ENDED,
+    Ending,
+    count_of,
+    ended_key,
+    of_this_attempt,
+    value_of,
+)
 from xcloud.net.transport import rendezvous_store
 from xcloud.rank import restarts
 from xcloud.rank.restarts import Doorbell, over_gloo, unreachable
@@ -170,7 +177,7 @@ def test_who_waits_for_a_rank_that_comes_no_more_is_told_how_it_ended(ending: En
     store = dist.HashStore()
     store.set(ended_key(1), "it may sing")  # which is no way to end
     threading.Timer(0.3, lambda: store.set(ended_key(1), ending.value)).start()
-    with pytest.raises(LinkClosed, match=f"rank 1 .cloud_b. {ending.text[:20]}"):
+    with pytest.raises(LinkClosed, match=f"rank 1 .cloud_b. {HAS_ENDED[ending][:20]}"):
         of_this_attempt(store, 0, range(2), 30.0, name_of="rank {} (cloud_b)".format)
 
 

@@ -199,8 +199,8 @@ def test_a_local_folder_of_the_hub_is_told_by_its_files_and_named_without_its_pa
         rewritten(tmp_path / folder / "train.jsonl", "[]\n")
         assert source.identity(part, tmp_path / "cache") != before
 
-    assert source.describe() == "files in texts"
-    assert HubText("owner/name").describe() == "owner/name"
+    assert source.label == "files in texts"
+    assert HubText("owner/name").label == "owner/name"
 
 
 def test_what_is_reported_names_no_folder(tmp_path: Path, folder: Path) -> None:

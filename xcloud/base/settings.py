@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import (
     Annotated,
     Any,
+    ClassVar,
     Literal,
     TypeVar,
     Union,
@@ -136,6 +137,17 @@ def settings(
         return cast(type[T], made)
 
     return make
+
+
+class Labelled:
+    """An object with a short name for run names and tables, made of its own fields."""
+
+    label_form: ClassVar[str]
+    """The label, in which a field in braces stands for its value: "topk({rate:g})"."""
+
+    @property
+    def label(self) -> str:
+        return self.label_form.format_map(vars(self))
 
 
 def _check_size(value: object, path: str, name: str) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass
 from functools import partial
 from typing import Literal, Protocol
@@ -162,6 +162,8 @@ class Codec(StatefulTree):
     compressor: Compressor
     memory: Memory
 
+    child_names = ("compressor", "memory")
+
     def __post_init__(self) -> None:
         self.compressor = copy.deepcopy(self.compressor)
         self.memory = copy.deepcopy(self.memory)
@@ -186,45 +188,42 @@ class Codec(StatefulTree):
         compressor.use_stream(stream)
         return compressor.compress(tensor)
 
-    def children(self) -> StateTree:
-        return {"compressor": self.compressor, "memory": self.memory}
-
 
 PLAIN = Codec(compressor=Chain(), memory=NoMemory())
 
 
+@dataclass(eq=False)
 class Codecs(StatefulTree):
     """The codec of one direction over the phases of training: `at(step)` is the one in force.
 
     phases: (last step it serves, or None for ever; codec), in order.
     """
 
-    def __init__(self, phases: list[tuple[int | None, Codec]]) -> None:
-        self._phases = phases
+    phases: Sequence[tuple[int | None, Codec]]
 
     def at(self, step: int) -> Codec:
-        return next(codec for until, codec in self._phases if until is None or step <= until)
+        return next(codec for until, codec in self.phases if until is None or step <= until)
 
     def max_bytes(self, spec: TensorSpec) -> int:
         """Wire bytes of a tensor of this spec in the most expensive phase."""
         return max(
             sum(part.num_bytes for part in codec.compressor.wire_specs(spec))
-            for _, codec in self._phases
+            for _, codec in self.phases
         )
 
     def use_stream(self, stream: int) -> None:
         """Every phase draws from a stream of its own."""
-        for number, (_, codec) in enumerate(self._phases):
+        for number, (_, codec) in enumerate(self.phases):
             codec.compressor.use_stream(seed_from(stream, number))
 
     def settle(self, was_used: bool) -> None:
         """Tell the memories of all phases: see Memory.settle."""
-        for _, codec in self._phases:
+        for _, codec in self.phases:
             codec.memory.settle(was_used)
 
     def children(self) -> StateTree:
         """All phases, by their number. Which one is in force follows from the step."""
-        return {str(number): codec for number, (_, codec) in enumerate(self._phases)}
+        return {str(number): codec for number, (_, codec) in enumerate(self.phases)}
 
     def learned(self) -> StateTree:
         """Return what texts that are not training samples meet: the compressors, and memories that
@@ -234,7 +233,7 @@ class Codecs(StatefulTree):
                 "compressor": codec.compressor,
                 "memory": codec.memory if codec.memory.reads_text else None,
             }
-            for number, (_, codec) in enumerate(self._phases)
+            for number, (_, codec) in enumerate(self.phases)
         }
 
 

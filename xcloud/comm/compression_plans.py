@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from xcloud.base.errors import ConfigError
 from xcloud.base.patterns import MAX_PATTERNS, check_pattern
@@ -217,6 +217,7 @@ class Selection(StatefulTree):
         return self.choice if step >= self.since_step else self.before
 
 
+@dataclass(eq=False)
 class Selectable(CompressionPlan):
     """Several compressions by name, between which a run can change. It begins with the first, and
     replicas are averaged with it.
@@ -229,9 +230,8 @@ class Selectable(CompressionPlan):
     in force again.
     """
 
-    def __init__(self, choices: Mapping[str, Compression], chosen_by: str = "choice") -> None:
-        self.choices = dict(choices)
-        self._chosen_by = chosen_by
+    choices: Mapping[str, Compression]
+    chosen_by: str = "choice"
 
     @property
     def by_step(self) -> Sequence[tuple[int | None, Compression]]:
@@ -249,16 +249,15 @@ class Selectable(CompressionPlan):
 
     @property
     def label(self) -> str:
-        return f"{self._chosen_by}({', '.join(choice.label for choice in self.choices.values())})"
+        return f"{self.chosen_by}({', '.join(choice.label for choice in self.choices.values())})"
 
 
+@dataclass(eq=False)
 class SelectableCodecs(Codecs):
     """The codec of one direction for every choice of a `Selectable`; `selection` says which is in
     force."""
 
-    def __init__(self, codecs: Sequence[Codec], selection: Selection) -> None:
-        super().__init__([(None, codec) for codec in codecs])
-        self._selection = selection
+    selection: Selection
 
     def at(self, step: int) -> Codec:
-        return self._phases[self._selection.at(step)][1]
+        return self.phases[self.selection.at(step)][1]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from xcloud.base.errors import ConfigError
+from xcloud.base.settings import Labelled
 from xcloud.comm.state import StatefulTree, StateTree
 from xcloud.net.frame import Tensors, TensorSpec
 
@@ -47,7 +48,7 @@ class TensorChoice(ABC):
         """name: of the parameter, its module's name before it."""
 
 
-class Compressor(TensorChoice, StatefulTree):
+class Compressor(Labelled, TensorChoice, StatefulTree):
     """Tensor ↔ parts. Everything the decoder needs is sent as a part, including random seeds.
 
     A compressor may keep a warm start between calls, which is its state, as long as decoding does

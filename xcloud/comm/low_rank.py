@@ -129,9 +129,7 @@ class Svd(WarmFactors):
     method: Literal["subspace", "exact"] = "subspace"
     iterations: Positive = 1  # of method "subspace"
 
-    @property
-    def label(self) -> str:
-        return f"svd({self.rate:g})"
+    label_form = "svd({rate:g})"
 
     def _rank(self, num_rows: int, num_features: int) -> int:
         full = min(num_rows, num_features)
@@ -237,9 +235,7 @@ class PowerSgd(WarmFactors):
 
     _product = staticmethod(outer_sum)
 
-    @property
-    def label(self) -> str:
-        return f"powersgd({self.rank})"
+    label_form = "powersgd({rank})"
 
     def _rank(self, num_rows: int, num_features: int) -> int:
         return min(self.rank, num_rows, num_features)

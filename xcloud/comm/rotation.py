@@ -64,9 +64,7 @@ class Eden(Draws):
     def feedback(self) -> Feedback:
         return "useful" if self.bits > 2 else "needed"
 
-    @property
-    def label(self) -> str:
-        return f"eden{self.bits}"
+    label_form = "eden{bits}"
 
     def wire_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         num_blocks = -(-spec.numel // BLOCK)

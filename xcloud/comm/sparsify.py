@@ -107,9 +107,7 @@ class TopK(_Sparse):
 
     rate: Rate
 
-    @property
-    def label(self) -> str:
-        return f"topk({self.rate:g})"
+    label_form = "topk({rate:g})"
 
     def _numbers(self, num_items: int) -> tuple[int, int]:
         return num_items, _num_kept(self.rate, numel=num_items)
@@ -124,9 +122,7 @@ class TopRows(TopK):
     that divergence stays visible. A tensor of one axis has rows of one value.
     """
 
-    @property
-    def label(self) -> str:
-        return f"toprows({self.rate:g})"
+    label_form = "toprows({rate:g})"
 
     def _shape(self, spec: TensorSpec) -> tuple[int, ...]:
         width = spec.shape[-1] if len(spec.shape) > 1 else 1
@@ -200,9 +196,7 @@ class RandomTopK(Draws, _Sparse):
     top: Rate
     seed: Seed = 0
 
-    @property
-    def label(self) -> str:
-        return f"topk({self.top:g} of random {self.random:g})"
+    label_form = "topk({top:g} of random {random:g})"
 
     def _numbers(self, num_items: int) -> tuple[int, int]:
         num_drawn = _num_kept(self.random, numel=num_items)

@@ -47,6 +47,7 @@ class _Coded(StatefulTree):
     """
 
     own_names = ("residual", "before", "after")
+    child_names = ("compressor",)
 
     def __init__(
         self, name: str, shape: torch.Size, spec: TensorSpec, compressor: Compressor,
@@ -104,9 +105,6 @@ class _Coded(StatefulTree):
         assert not self._sent, f"a message of {self.name!r} is not settled"
         if self.residual is not None:
             self.residual.mul_(factor)
-
-    def children(self) -> StateTree:
-        return {"compressor": self.compressor}
 
     def own(self) -> State:
         state: State = {}

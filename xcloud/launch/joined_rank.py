@@ -151,7 +151,10 @@ class JoinedProcess(RankProcess):
         if self.is_first_here and self.rank:
             if verdict.from_step:
                 say(f"resumes from step {verdict.from_step}")
-            self.state.listener = OwnProgress.of(settings.job, self.rank, say=say).on_event
+            job = settings.job
+            cloud = job.cluster.cloud_of(self.rank)
+            seen = OwnProgress(job.max_steps, say, cloud=cloud, next_merge=job.next_merge)
+            self.state.listener = seen.on_event
         return super().play(settings, rendezvous, verdict)
 
     @contextmanager

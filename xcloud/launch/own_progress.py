@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from xcloud.base.units import human_bytes, human_duration
-from xcloud.job.job import Job
 from xcloud.record.files import read_json
 from xcloud.show.smoothing import Smoothed, rate_in_words
 
@@ -43,12 +42,6 @@ class OwnProgress:
         self._said_at_s = -math.inf
         self._smoothed = Smoothed()
         self._unsaid = ""
-
-    @classmethod
-    def of(cls, job: Job, rank: int, say: Callable[[str], object]) -> OwnProgress:
-        """Return the progress of a job as the owner of a rank's cloud sees it."""
-        cloud = job.cluster.cloud_of(rank)
-        return cls(job.max_steps, say, cloud=cloud, next_merge=job.next_merge)
 
     def on_event(self, event: str, fields: Mapping[str, Any]) -> None:
         """Take a step, and say how it goes if it is time to; say how far it came where steps

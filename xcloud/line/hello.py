@@ -71,13 +71,12 @@ class HelloRefusal(IntEnum):
     EARLIER_ATTEMPT = 2
     OTHER_RUN = 3
 
-    @property
-    def text(self) -> str:
-        return {
-            HelloRefusal.NOT_YET: "it is not ready for this link",
-            HelloRefusal.EARLIER_ATTEMPT: "it has begun the run again",
-            HelloRefusal.OTHER_RUN: "it runs another experiment file, or only one end is a doctor",
-        }[self]
+
+WHY_REFUSED = {
+    HelloRefusal.NOT_YET: "it is not ready for this link",
+    HelloRefusal.EARLIER_ATTEMPT: "it has begun the run again",
+    HelloRefusal.OTHER_RUN: "it runs another experiment file, or only one end is a doctor",
+}
 
 
 def encode_hello(hello: Hello) -> bytes:

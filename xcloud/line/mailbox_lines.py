@@ -275,6 +275,9 @@ class MailboxLines:
     write to, and where it has no certificate of a cloud, LinkTimeout for ranks that have not come.
     """
 
+    texts: Sequence[str] = ()
+    """The lines that are down, in words: a mailbox has none."""
+
     def __init__(
         self,
         url: str,
@@ -298,11 +301,6 @@ class MailboxLines:
         self._outs: list[MailboxOutLink] = []
         self._incoming: list[MailboxInLink] = []
         self.words: list[SealedWordLine] = []
-
-    @property
-    def texts(self) -> list[str]:
-        """The lines that are down, in words: a mailbox has none."""
-        return []
 
     def out(self, line: str, peer: int, settings: OutSettings) -> MailboxOutLink:
         """Return the sending end of a link to a rank of another cloud."""

@@ -23,6 +23,7 @@ from xcloud.line.door import Door
 from xcloud.line.hello import (
     HELLO_S,
     MAX_CONNECTIONS,
+    WHY_REFUSED,
     Hello,
     HelloRefusal,
     StreamName,
@@ -166,8 +167,8 @@ class Dialler(Way):
                     # The other cloud has begun again and has lost what it knew of this attempt.
                     # All links to it end, whichever of its ranks says so first.
                     self._attempts.began_again.add(self._cloud)
-                    raise LinkClosed(f"{self._cloud} refuses this rank: {answer.text}")
-                raise LineDown(f"{self._cloud}: {answer.text}")
+                    raise LinkClosed(f"{self._cloud} refuses this rank: {WHY_REFUSED[answer]}")
+                raise LineDown(f"{self._cloud}: {WHY_REFUSED[answer]}")
             # The right certificate alone is not enough: an answer for another stream, run or
             # attempt is none to this greeting.
             if (answer.stream, answer.run, answer.connection, answer.of, answer.known) != (

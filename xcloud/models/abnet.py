@@ -131,8 +131,8 @@ class AbNet(EncoderDecoder):
 
     def describe(self) -> str:
         return (
-            f"AB-Net, adapters of {self.adapter_size}, encoder {self.encoder.describe()}, "
-            f"decoder {self.decoder.describe()}"
+            f"AB-Net, adapters of {self.adapter_size}, encoder {self.encoder.label}, "
+            f"decoder {self.decoder.label}"
         )
 
     def fields(self, stage: int, num_stages: int) -> frozenset[str]:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from xcloud.base.errors import ConfigError
-from xcloud.base.settings import Fraction, HubName, Positive, settings
+from xcloud.base.settings import Fraction, HubName, Labelled, Positive, settings
 from xcloud.contracts.model import BuildContext, TokenIds
 from xcloud.models.encoder import ACTIVATIONS, Encoder, EncoderConfig, check_heads
 from xcloud.models.pretraining import (
@@ -82,7 +82,7 @@ class Weights:
         return self.tensors is not None and "head.bias" in self.tensors
 
 
-class WeightSource:
+class WeightSource(Labelled):
     """Gives a network's width, depth, and weights for the texts of a field.
 
     needs_sentences: it needs sentences to build any part of it.
@@ -157,8 +157,7 @@ class OwnBackbone(OwnSizes):
 
     needs_sentences: ClassVar[bool] = True
 
-    def describe(self) -> str:
-        return f"own {self.num_layers} x {self.hidden}"
+    label_form = "own {num_layers} x {hidden}"
 
     def weights(self, name: str, context: BuildContext) -> Weights:
         """The first rank of a stage fills the cache, the others read it."""
@@ -219,8 +218,7 @@ class SeededBackbone(OwnSizes):
     num_heads: Positive = 4
     feed_forward: Positive = 512
 
-    def describe(self) -> str:
-        return f"{self.num_layers} x {self.hidden}"
+    label_form = "{num_layers} x {hidden}"
 
     def weights(self, name: str, context: BuildContext) -> Weights:
         config = self.config(context.vocabularies[name], context.max_length)
@@ -243,8 +241,7 @@ class PublicBackbone(OwnBackbone):
 
     needs_sentences: ClassVar[bool] = False
 
-    def describe(self) -> str:
-        return f"{super().describe()}, pretrained on {self.text.describe()}"
+    label_form = "own {num_layers} x {hidden}, pretrained on {text.label}"
 
     def weights(self, name: str, context: BuildContext) -> Weights:
         ids = self.text.token_ids(context.cache_dir)
@@ -286,8 +283,7 @@ class PretrainedBackbone(WeightSource):
     def checkpoint(self) -> str:
         return self.name_or_path
 
-    def describe(self) -> str:
-        return self.name_or_path
+    label_form = "{name_or_path}"
 
     def width(self) -> int:
         return self.hidden or self._read()[0].hidden

@@ -199,9 +199,9 @@ class CausalLM(TextModel):
     def describe(self) -> str:
         name = self.checkpoint
         if self.own is not None:
-            name = self.own.describe()
+            name = self.own.label
         elif self.scratch is not None:
-            name = self.scratch.describe()
+            name = self.scratch.label
         trained = "all weights"
         if self.lora is not None:
             trained = f"LoRA r={self.lora.r}"
@@ -314,7 +314,7 @@ class CausalLM(TextModel):
         """Build a stage whose weights the seed draws, each block from a stream of its own."""
         config = self._config(context.max_length)
         remedy = f"set model.scratch.vocab_size, which is {config.vocab_size}"
-        _check_vocabulary(config, context, scratch.describe(), remedy)
+        _check_vocabulary(config, context, scratch.label, remedy)
         part = self._parts(config, num_stages=num_stages)[stage]
         network = network_of(config, part)
         draw_weights(network, seed=context.seed)
@@ -491,7 +491,7 @@ class CausalLM(TextModel):
         """Raise ConfigError for a network that transformers cannot load."""
         if self.scratch is not None:
             raise ConfigError(
-                f"transformers has no type of model like {self.scratch.describe()}: use "
+                f"transformers has no type of model like {self.scratch.label}: use "
                 "`xcloud generate`"
             )
         if self.split.rank is not None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from xcloud.base.bounded import parsed_json
 from xcloud.base.errors import DataError
-from xcloud.base.settings import Positive, PositiveFloat, settings
+from xcloud.base.settings import Labelled, Positive, PositiveFloat, settings
 from xcloud.comm.channel import Message
 from xcloud.comm.devices import bring
 from xcloud.contracts.model import (
@@ -514,7 +514,7 @@ class NextTokenPretraining(Descent):
 
 
 @settings("OwnCausal")
-class OwnCausal:
+class OwnCausal(Labelled):
     """A model of the Llama kind, made from `num_texts` public texts and kept as
     cache_dir/causal/<hash>, a folder that transformers loads, so that every cloud can make the
     same one. The hash covers texts, sizes, settings and CODE_VERSION, not the seed of the run.
@@ -551,8 +551,7 @@ class OwnCausal:
             what="num_heads",
         )
 
-    def describe(self) -> str:
-        return f"own {self.kind} {self.num_layers} x {self.hidden}"
+    label_form = "own {kind} {num_layers} x {hidden}"
 
     def config(self, max_length: int, ids: TokenIds | None = None) -> Any:
         """ids None: of one token, enough for the shapes of blocks."""
@@ -581,7 +580,7 @@ class OwnCausal:
         texts = self.text.sentences(self.num_texts, context.cache_dir)
 
         def build(folder: Path, unfinished: Path) -> None:
-            whose = f"{self.describe()}: pretraining on {len(texts):,} public texts, "
+            whose = f"{self.label}: pretraining on {len(texts):,} public texts, "
             shorter = "model.own.pretraining.steps=N makes it shorter"
             context.report(f"{whose}{self.pretraining.steps} steps; {shorter}")
             part = Part(blocks=range(self.num_layers), is_first=True, is_last=True)
@@ -594,7 +593,7 @@ class OwnCausal:
                 )
             write_checkpoint(network, folder)
             if self.pretraining.steps:
-                context.report(f"{self.describe()}: loss {loss:.3f} at the end")
+                context.report(f"{self.label}: loss {loss:.3f} at the end")
 
         described = {
             "code": CODE_VERSION,

@@ -78,7 +78,7 @@ class LowRankSplit(TextModel):
             self.split.check(self.backbone.depth(), self.backbone.width())
 
     def describe(self) -> str:
-        return f"{self.backbone.describe()}, {self.split.describe()}"
+        return f"{self.backbone.label}, {self.split.describe()}"
 
     def fields(self, stage: int, num_stages: int) -> frozenset[str]:
         if num_stages not in (2, 3):

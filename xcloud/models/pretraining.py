@@ -54,7 +54,8 @@ LONGEST_WORD = 24  # pieces; longer ones are URLs, or a script without known wor
 class PublicTexts(Protocol):
     """Text that every cloud produces or reads identically, as token ids."""
 
-    def describe(self) -> str:
+    @property
+    def label(self) -> str:
         """A short name, without reading anything."""
 
     def token_ids(self, cache_dir: Path) -> TokenIds:

@@ -6,11 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 from xcloud.base.errors import ConfigError
-from xcloud.base.settings import Positive, settings
+from xcloud.base.settings import Labelled, Positive, settings
 
 
 @settings("ProtocolGpt", kw_only=True)
-class ProtocolGpt:
+class ProtocolGpt(Labelled):
     """The network of the benchmark Protocol NanoGPT (protocol_gpt.py), which is of the size that
     stands here: 203,828,352 parameters.
 
@@ -32,8 +32,7 @@ class ProtocolGpt:
                 f"head's pairs of features turn, so take a multiple of {4 * self.num_heads}"
             )
 
-    def describe(self) -> str:
-        return f"new Protocol GPT {self.num_layers} x {self.hidden}"
+    label_form = "new Protocol GPT {num_layers} x {hidden}"
 
     def config(self, max_length: int) -> Any:
         from xcloud.models.protocol_gpt import ProtocolGptConfig

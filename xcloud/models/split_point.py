@@ -304,7 +304,7 @@ def measured_basis(
             f"{num_words}: give model.public_text the model's own tokenizer"
         )
     if public is not None:
-        whose = public.describe()
+        whose = public.label
         batch = _public_batch(split, public, ids, context=context)
     else:
         whose = "the owner's"

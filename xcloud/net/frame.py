@@ -112,21 +112,18 @@ class Kind(IntEnum):
     WORD = 25  # a text between a rank and rank 0, before the first step (net/words.py)
     STORED = 26  # what is written to a folder or bucket, and is never a frame
 
-    @property
-    def traffic(self) -> str | None:
-        """The name under which a pipeline's step counts its bytes; None outside steps."""
-        return _TRAFFIC.get(self)
-
 
 OF_A_STEP = (Kind.ACTIVATION, Kind.GRADIENT, Kind.NORM, Kind.CHOICE, Kind.AVERAGING)
 """Kinds that ranks wait for inside an update, each with a deadline."""
 
 _SMALL = (Kind.NORM, Kind.REPORT, Kind.CHOICE, Kind.BARRIER, Kind.ALIVE, Kind.CHECKPOINT)
-_TRAFFIC = dict.fromkeys(_SMALL, "other") | {
+TRAFFIC_OF = dict.fromkeys(_SMALL, "other") | {
     Kind.ACTIVATION: "forward",
     Kind.GRADIENT: "backward",
     Kind.AVERAGING: "averaging",
 }
+"""The name under which a pipeline's step counts the bytes of a kind; none of a kind that is sent
+outside steps."""
 
 
 class MessageKey(NamedTuple):

@@ -43,12 +43,7 @@ class Wan:
     between_owners: ClassVar[bool] = False
     """Whether clouds have several owners, each of whom starts their own one."""
     has_numbers: ClassVar[bool] = False
-    """Whether `profile` says what the line can do."""
-
-    @property
-    def profile(self) -> LinkProfile | None:
-        """The line in numbers; None where there is no limit, or nobody says one."""
-        return None
+    """Whether it is known what the line can do: a LinkProfile says it, or there is no limit."""
 
     def allowance_s(self, num_bytes: int) -> float:
         """Return the seconds that a message of this size gets beyond
@@ -118,10 +113,6 @@ class LinkProfile(Wan, UnsteadyLine):
     @property
     def nominal(self) -> tuple[float, float, float]:
         return 0.0, self.bandwidth_bits_per_s, self.latency_s
-
-    @property
-    def profile(self) -> LinkProfile:
-        return self
 
     def transfer_s(self, num_bytes: int) -> float:
         """Return the seconds until the last byte arrives on an idle link at its nominal

@@ -48,13 +48,12 @@ class Ending(Enum):
     REFUSED = "refused"
     FAILED = "failed"
 
-    @property
-    def text(self) -> str:
-        return {
-            Ending.STOPPED: "was asked to stop; to resume, give the same command in every cloud",
-            Ending.REFUSED: "has refused to run this experiment; its terminal says why",
-            Ending.FAILED: "has failed before all ranks had come; its terminal says why",
-        }[self]
+
+HAS_ENDED = {
+    Ending.STOPPED: "was asked to stop; to resume, give the same command in every cloud",
+    Ending.REFUSED: "has refused to run this experiment; its terminal says why",
+    Ending.FAILED: "has failed before all ranks had come; its terminal says why",
+}
 
 
 def ended_key(rank: int) -> str:
@@ -170,7 +169,7 @@ def of_this_attempt(
                 return PrefixStore(part, store)
             for other in missing:
                 if (ending := ending_of(store, rank=other)) is not None:
-                    raise LinkClosed(f"{name_of(other)} {ending.text}")
+                    raise LinkClosed(f"{name_of(other)} {HAS_ENDED[ending]}")
             state = f"{', '.join(map(name_of, missing))} has not come"
         elif store.check(["attempt"]):
             current = value_of(store, name="attempt")

@@ -53,7 +53,7 @@ def codecs_of(
         for until, c in compression.by_step
     ]
     if isinstance(compression, Selectable):
-        return SelectableCodecs(codecs=[codec for _, codec in codecs], selection=selection())
+        return SelectableCodecs(codecs, selection=selection())
     return Codecs(codecs)
 
 

@@ -24,7 +24,7 @@ from xcloud.net.link_end import (
     SendingEnd,
     ignore,
 )
-from xcloud.net.link_profile import LinkWindow
+from xcloud.net.link_profile import LinkProfile, LinkWindow
 from xcloud.net.transport import CPU, Transport
 from xcloud.pipeline.exchange import RankGroup
 
@@ -222,15 +222,15 @@ class Ends:
         clouds, or of those between stages by all that send to `peer`; None where nothing is
         emulated. boundary: see `out`."""
         wan = self.layout.wan_between(self.rank, peer=peer)
-        if wan is None or not wan.emulated or wan.profile is None:
+        if not isinstance(wan, LinkProfile) or not wan.emulated:
             return None
         here = self.layout.cloud_of(self.rank)
         there = self.layout.cloud_of(peer)
         way = f"{here}-to-{there}"
-        if wan.profile.is_inbound and boundary != CONTROL:
+        if wan.is_inbound and boundary != CONTROL:
             # Protocol NanoGPT's clock: one wire into a rank, whoever sends over it.
             way = f"to-rank-{peer}"
         if way not in self._clocks:
             name = f"link-{way}.{self._run_number}.clock"
-            self._clocks[way] = LinkClock(profile=wan.profile, path=self._run_dir / name)
+            self._clocks[way] = LinkClock(profile=wan, path=self._run_dir / name)
         return self._clocks[way]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from xcloud.comm.compression import ChannelId
-from xcloud.net.frame import Frame, Kind
+from xcloud.net.frame import TRAFFIC_OF, Frame, Kind
 
 _NUM_PROBES = 9
 
@@ -72,7 +72,7 @@ class LineMeters:
                 # free.
                 return meter.probe(sent_at_s, now_s)
             busy_s = meter.busy_s(sent_at_s, now_s)
-            if frame.key.kind.traffic == channel.direction:
+            if TRAFFIC_OF.get(frame.key.kind) == channel.direction:
                 self.line_s[channel] += busy_s
 
         return take

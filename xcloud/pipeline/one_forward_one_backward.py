@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -169,6 +169,7 @@ def can_wait(module: nn.Module) -> list[nn.Module]:
     ]
 
 
+@dataclass(eq=False)
 class DeferredWeights(SplitBackward):
     """Entered around the forward and around the backward of one micro-batch:
 
@@ -188,18 +189,17 @@ class DeferredWeights(SplitBackward):
     Not for parameters that are sharded over ranks: they are gone once their layer's backward ends.
     """
 
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self._layers = layers
-        self._kept: list[Tensor] = []
+    layers: Sequence[nn.Module]
+    _kept: list[Tensor] = field(default_factory=list, init=False)
 
     def __enter__(self) -> None:
-        for layer in self._layers:
+        for layer in self.layers:
             # In the instance, in front of the class's method: the module, its hooks and its
             # state_dict stay as they are.
             layer.forward = partial(_forward, layer, self._kept)
 
     def __exit__(self, *raised: object) -> None:
-        for layer in self._layers:
+        for layer in self.layers:
             del layer.forward  # that of its class again
 
     def compute(self) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, TypeVar
 
-from xcloud.base.settings import Positive, settings
+from xcloud.base.settings import Labelled, Positive, settings
 
 if TYPE_CHECKING:
     from torch import nn  # a schedule is planned without torch
@@ -41,16 +41,12 @@ class SplitBackward(AbstractContextManager[object]):
         """The gradients that the backward left out: of the "weights" action."""
 
 
-class Schedule(ABC):
+class Schedule(Labelled, ABC):
     num_micro_batches: int
     overlaps_updates: ClassVar[bool] = False
     """Whether the next update begins before this one has ended."""
     num_more_copies: ClassVar[int] = 0
     """Copies of weights and gradients in memory, beside the one of each that training has."""
-
-    @property
-    @abstractmethod
-    def label(self) -> str: ...
 
     @abstractmethod
     def actions(self, stage: int, num_stages: int) -> list[Action]:
@@ -94,9 +90,7 @@ class GPipe(Schedule):
 
     num_micro_batches: Positive = 4
 
-    @property
-    def label(self) -> str:
-        return f"gpipe m={self.num_micro_batches}"
+    label_form = "gpipe m={num_micro_batches}"
 
     def actions(self, stage: int, num_stages: int) -> list[Action]:
         order = range(self.num_micro_batches)

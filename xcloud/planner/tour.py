@@ -31,10 +31,22 @@ from xcloud.rank.reports import (
     optimizer_bytes,
     timeline_events,
 )
-from xcloud.rank.role import RankContext
 from xcloud.rank.switching import Switching, check_choices
 
 FACTS_FILE = "trial-rank{}.json"
+
+
+class TourAtRank(FeatureAtRank):
+    """A trial's tour in one rank."""
+
+    feature: Tour
+
+    def hook(self, built: BuiltRank, trainer: Trainer) -> TourPilot:
+        context = self.context
+        file = context.run_dir / FACTS_FILE.format(context.rank)
+        return TourPilot(
+            context.job, built.wiring, trainer, tour=self.feature, file=file, memory=built.memory
+        )
 
 
 @settings("tour")
@@ -52,6 +64,8 @@ class Tour(Feature):
     schedules_tried: Sequence[Any] = ()
     legs: Sequence[NotNegative] = (0,)
 
+    at_work = TourAtRank
+
     def leg(self, step: int) -> int:
         """Return the choice of an update, from 1 on."""
         return self.legs[(step - 1) % len(self.legs)]
@@ -62,24 +76,6 @@ class Tour(Feature):
 
     def check(self, job: PipelineJob) -> None:
         check_choices(job, own=replace(job, hooks={}), by="the trial")
-
-    def at_rank(self, context: RankContext[PipelineJob]) -> FeatureAtRank:
-        return TourAtRank(context, self)
-
-
-class TourAtRank(FeatureAtRank):
-    """A trial's tour in one rank."""
-
-    def __init__(self, context: RankContext[PipelineJob], tour: Tour) -> None:
-        super().__init__(context)
-        self._tour = tour
-
-    def hook(self, built: BuiltRank, trainer: Trainer) -> TourPilot:
-        context = self.context
-        file = context.run_dir / FACTS_FILE.format(context.rank)
-        return TourPilot(
-            context.job, built.wiring, trainer, tour=self._tour, file=file, memory=built.memory
-        )
 
 
 class TourPilot(Switching):

@@ -44,6 +44,7 @@ class Feature:
     left_out_of_trials: settings, by dotted name, that run a job without it. A planner's trial has
         these where the feature is not among what it measures.
     at_work: the class of the feature at work in one rank; None where it does nothing there.
+    headline: what the headline of a job says of it, such as "beta {job.task.beta:g}".
     """
 
     uses: Sequence[FeatureUse] = ()
@@ -51,6 +52,7 @@ class Feature:
     ends_early: Conflict | None = None
     left_out_of_trials: Mapping[str, Any] = MappingProxyType({})
     at_work: ClassVar[type[FeatureAtRank] | None] = None
+    headline = ""
 
     def is_used(self, job: PipelineJob) -> bool:
         """Return whether the job uses the feature."""
@@ -74,7 +76,7 @@ class Feature:
 
     def describe(self, job: PipelineJob) -> str:
         """Return what the headline of the job says of the feature, which it uses."""
-        return ""
+        return self.headline.format(job=job)
 
     def leaving(self, job: PipelineJob) -> Iterable[Outbound]:
         """Return what the feature sends from cloud to cloud, as far as settings tell."""
@@ -95,7 +97,7 @@ class Feature:
 
     def at_rank(self, context: RankContext[PipelineJob]) -> FeatureAtRank | None:
         """Return the feature at work in one rank; None where it does nothing there."""
-        return None if self.at_work is None else self.at_work(context)
+        return None if self.at_work is None else self.at_work(context, self)
 
 
 @dataclass(frozen=True)
@@ -134,8 +136,9 @@ class FeatureAtRank:
     resumed: str = ""
     """A note for the user when a run resumes from a checkpoint; empty: no note."""
 
-    def __init__(self, context: RankContext[PipelineJob]) -> None:
+    def __init__(self, context: RankContext[PipelineJob], feature: Feature) -> None:
         self.context = context
+        self.feature = feature
 
     def receiver(self, make: MakeReceiver) -> MakeReceiver:
         """Return what makes the receiving end of a channel."""

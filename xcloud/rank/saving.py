@@ -1,17 +1,18 @@
-"""Every rank knows the messages about checkpoints and the protocol of what saves its state. The
-feature in features/checkpoints/ implements that protocol."""
+"""Every rank knows the messages about checkpoints and what saves its state. The feature in
+features/checkpoints/ does it."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from enum import IntEnum
-from typing import Protocol
 
 import torch
 
 from xcloud.base.errors import FrameError
 from xcloud.net.frame import Frame, TensorSpec
 from xcloud.pipeline.control import Signal
+from xcloud.pipeline.hook import Hook
 
 InputDigests = Mapping[str, Mapping[str, str]]
 """The digests of what a rank reads, by kind ("data", "base") and by a name for messages, are saved
@@ -47,24 +48,19 @@ def code_of(frame: Frame, peer: int) -> int:
     return int(frame.parts[0])
 
 
-class Saver(Protocol):
-    """An object that saves one rank's state where a loop of its own asks for it, step by step."""
+class Saver(Hook, ABC):
+    """The hook that saves one rank's state; a loop of its own, such as a one-way job's, asks it
+    step by step. Its `signal` decides, in rank 0, what all ranks do after an update."""
 
     @property
+    @abstractmethod
     def is_pending(self) -> bool:
         """Return whether rank 0 still waits for a rank's report on the last checkpoint."""
 
-    def signal(self, step: int) -> Signal:
-        """Decide in rank 0 what all ranks do after this update."""
-
+    @abstractmethod
     def after(self, step: int, signal: Signal) -> bool:
         """Do between two updates what the signal says. Return whether this rank ends here."""
 
+    @abstractmethod
     def lose(self, peer: int) -> None:
         """Count a rank as gone that the run continues without. Only rank 0 calls it."""
-
-    def settle(self) -> None:
-        """Block until this rank has written what it began."""
-
-    def close(self, is_finished: bool) -> None:
-        """Write everything that was begun, and end. Nobody saves after this."""

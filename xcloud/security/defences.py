@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from xcloud.base.errors import ConfigError
-from xcloud.base.settings import NotNegativeFloat, PositiveFloat, settings
+from xcloud.base.settings import Labelled, NotNegativeFloat, PositiveFloat, settings
 
 LABEL = "label"
 """The batch field that `Marvell` reads."""
@@ -28,13 +28,12 @@ LABEL = "label"
 _TINY = 1e-12
 
 
-class Defence(ABC):
+class Defence(Labelled, ABC):
     """A defence of one direction, without state.
 
     needs_labels: the defence reads the samples' labels.
     """
 
-    label: str
     needs_labels = False
 
     def protect(
@@ -93,9 +92,7 @@ class GaussianNoise(Defence):
     sigma: NotNegativeFloat
     unit: Literal["absolute", "largest"] = "largest"
 
-    @property
-    def label(self) -> str:  # type: ignore[override]
-        return f"gaussian({self.sigma:g})"
+    label_form = "gaussian({sigma:g})"
 
     def _protect(
         self, tensor: Tensor, has_row: Tensor, labels: Tensor | None, chance: np.random.Generator
@@ -122,7 +119,7 @@ class MaxNorm(Defence):
     Hides the norm and nothing else: directions are kept, up to their sign.
     """
 
-    label = "max_norm"
+    label_form = "max_norm"
 
     def _protect(
         self, tensor: Tensor, has_row: Tensor, labels: Tensor | None, chance: np.random.Generator
@@ -191,9 +188,7 @@ class Marvell(Defence):
     power: PositiveFloat
     needs_labels = True
 
-    @property
-    def label(self) -> str:  # type: ignore[override]
-        return f"marvell({self.power:g})"
+    label_form = "marvell({power:g})"
 
     def _protect(
         self, tensor: Tensor, has_row: Tensor, labels: Tensor | None, chance: np.random.Generator

@@ -47,7 +47,7 @@ def line_of(
             "choose a profile (cluster/wan=…), or give plan.profile a file whose `lines` name "
             f"'{here}-{there}' or \"*\""
         )
-    return wan.profile or FREE
+    return wan if isinstance(wan, LinkProfile) else FREE
 
 
 def lines_of(

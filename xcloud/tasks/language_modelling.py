@@ -623,6 +623,7 @@ class LanguageModelling(TextTask):
 
     name: ClassVar[str] = "language_modelling"
     used_as: ClassVar[str] = "causal language model"
+    agreed_names: ClassVar[tuple[str, ...]] = ("date",)
     unit: ClassVar[str] = "texts"  # what rows are that hold no chats, for messages
     form: ClassVar[Form] = Form(
         expected="train.txt (plain text) or train.jsonl (text or messages)",
@@ -761,9 +762,6 @@ class LanguageModelling(TextTask):
         found = CausalTokenizer.load(folder / FOLDER_NAME)
         found.date = self.date
         return found
-
-    def agreed_settings(self) -> dict[str, object]:
-        return {**super().agreed_settings(), "date": self.date}
 
     def view(self, corpus: Corpus, fields: frozenset[str]) -> LanguageData:
         return LanguageData(task=self, corpus=corpus, fields=fields)

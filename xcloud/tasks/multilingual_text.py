@@ -72,8 +72,9 @@ class MultilingualText:
                 "text.tokenizer={_target_: xcloud.tasks.tokenizer.FileTokenizer, path: FILE}"
             )
 
-    def describe(self) -> str:
-        return self.source.describe()
+    @property
+    def label(self) -> str:
+        return self.source.label
 
     def check(self, parts: Sequence[str]) -> None:
         self.source.check(parts)
@@ -94,9 +95,9 @@ class MultilingualText:
         """Token ids of the first `num` public texts, for a PublicBackbone."""
         texts = self.source.public_texts()
         if texts is None:
-            raise ConfigError(f"{self.describe()} is not public, so other clouds may not read it")
+            raise ConfigError(f"{self.label} is not public, so other clouds may not read it")
         if len(texts) < num:
-            raise DataError(f"{self.describe()} has {len(texts):,} public texts, not {num:,}")
+            raise DataError(f"{self.label} has {len(texts):,} public texts, not {num:,}")
         return self.load_tokenizer(cache_dir).encode(list(texts[:num]))
 
     def table(
@@ -132,7 +133,7 @@ class MultilingualText:
 
         make_once(offsets, make)  # the last to be written: they mark the table complete
         if tokens.stat().st_size == 0:
-            raise DataError(f"{self.describe()}: there is no text of {part!r}, or all is empty")
+            raise DataError(f"{self.label}: there is no text of {part!r}, or all is empty")
         table = TokenTable.mapped(tokens, offsets)
         # Of the files, not of the texts: what a run resumes with must be what it began with,
         # wherever the table came from.

@@ -265,6 +265,7 @@ class QuestionAnswering(TextTask):
 
     answers: ClassVar[Answers] = "span"
     name: ClassVar[str] = "squad"
+    agreed_names: ClassVar[tuple[str, ...]] = ("max_question", "stride")
     form: ClassVar[Form] = Form(
         expected="train.jsonl (a paragraph a line) or train-v1.1.json",
         rows="questions on paragraphs",
@@ -293,10 +294,6 @@ class QuestionAnswering(TextTask):
         return self.arrange(
             self.data.find(self.form), rows_of=rows_of, used=used_keys, dev_as_test=True
         )
-
-    def agreed_settings(self) -> dict[str, object]:
-        lengths = {"max_question": self.max_question, "stride": self.stride}
-        return {**super().agreed_settings(), **lengths}
 
     def view(self, corpus: Corpus, fields: frozenset[str]) -> QuestionAnsweringData:
         return QuestionAnsweringData(task=self, corpus=corpus, fields=fields)

@@ -20,7 +20,7 @@ from typing import Annotated
 from pydantic import Field
 
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.base.settings import HubName, ReadPath, SharedTextPath, settings
+from xcloud.base.settings import HubName, Labelled, ReadPath, SharedTextPath, settings
 from xcloud.base.wording import listed
 from xcloud.contracts.model import TokenIds
 from xcloud.demo import NUM_ROWS, pairs, public_sentences
@@ -63,12 +63,8 @@ def named_digests(paths: Iterable[Path], cache_dir: Path) -> str:
     return " ".join(f"{path.name} {kept_digest(path, cache_dir)}" for path in paths)
 
 
-class TextSource(ABC):
+class TextSource(Labelled, ABC):
     """A source of texts. Frozen, validated on construction, reads only in `read`."""
-
-    @abstractmethod
-    def describe(self) -> str:
-        """A short name, without reading anything."""
 
     @abstractmethod
     def check(self, parts: Sequence[str]) -> None:
@@ -98,8 +94,7 @@ class DemoText(TextSource):
 
     num_texts: Annotated[int, Field(ge=2, le=NUM_ROWS["pairs"])] = 22_000
 
-    def describe(self) -> str:
-        return "demo texts"
+    label_form = "demo texts"
 
     def check(self, parts: Sequence[str]) -> None:
         if odd := [part for part in parts if part not in ("es", "en", "es-en", "en-es")]:
@@ -145,7 +140,8 @@ class FolderText(TextSource):
     path: ReadPath
     text_key: GivenText = "text"
 
-    def describe(self) -> str:
+    @property
+    def label(self) -> str:
         return f"files in {Path(self.path).expanduser().resolve().name}"
 
     def check(self, parts: Sequence[str]) -> None:
@@ -237,7 +233,8 @@ class HubText(TextSource):
     pairs_name: HubName | None = None
     pairs_config: str | None = "{pair}"
 
-    def describe(self) -> str:
+    @property
+    def label(self) -> str:
         folder = local_folder(self.name)
         return f"files in {folder.resolve().name}" if folder else self.name
 
@@ -285,7 +282,8 @@ class PublicText:
     tokenizer: TokenizerChoice
     path: SharedTextPath | None = None
 
-    def describe(self) -> str:
+    @property
+    def label(self) -> str:
         if self.path is None:
             return "public sentences of the demo texts"
         return self.path

@@ -82,6 +82,8 @@ class TextTask(ABC):
     """
 
     fields: ClassVar[tuple[str, ...]] = ("text", "types", "label")
+    agreed_names: ClassVar[tuple[str, ...]] = ()
+    """Settings of one task that its fingerprint has, too."""
     data: Source
     max_length: Positive
     dev_share: Share = 0.02
@@ -170,10 +172,12 @@ class TextTask(ABC):
         of the corpus where sizes are set, as a rank without files knows no file names."""
         # A rank without files knows no file names, so with sizes set nobody compares facts of the
         # corpus.
-        unread: dict[str, object] = {} if self.sizes is None else {"corpus": None}
-        if self.shared_tokenizer is None:
-            return unread
-        return {"tokenizer": repr(self.shared_tokenizer), **unread}
+        agreed: dict[str, object] = {name: getattr(self, name) for name in self.agreed_names}
+        if self.sizes is not None:
+            agreed["corpus"] = None
+        if self.shared_tokenizer is not None:
+            agreed["tokenizer"] = repr(self.shared_tokenizer)
+        return agreed
 
     def arrange(
         self,

@@ -60,6 +60,7 @@ class Translation(TextTask):
     max_length: Annotated[int, Field(ge=SPECIAL_PER_SAMPLE + 1)] = 64
     name: ClassVar[str] = "translation"
     used_as: ClassVar[str] = "translation task"
+    agreed_names: ClassVar[tuple[str, ...]] = ("source", "target")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from xcloud.net.frame import Kind
+from xcloud.net.frame import TRAFFIC_OF, Kind
 from xcloud.pipeline.hook import Hook, StepReport
 from xcloud.pipeline.wiring import Wiring
 from xcloud.record.events import AVERAGING, TENSORS, TRAFFIC
@@ -106,7 +106,7 @@ class WanMeter(Hook):
         boundaries: Counter[str] = Counter()
         for record in self._wiring.ends.records:
             for kind in Kind:  # other threads may add to what has been sent
-                if (name := kind.traffic) is not None and name in sent:
+                if (name := TRAFFIC_OF.get(kind)) is not None and name in sent:
                     sent[name] += record.num_bytes[kind]
                     line_s[name, str(record.to)] += record.line_s[kind]
                     if name in TENSORS and record.num_bytes[kind]:

@@ -87,8 +87,8 @@ def rows_arrive_alike(job: PipelineJob) -> Conflict | None:
 class CachingAtRank(FeatureAtRank):
     """The caches at the boundaries of one rank."""
 
-    def __init__(self, context: RankContext[PipelineJob]) -> None:
-        super().__init__(context)
+    def __init__(self, context: RankContext[PipelineJob], feature: Feature) -> None:
+        super().__init__(context, feature)
         job = context.job
         self._has_boundary = bool(job.cached_boundaries)
         if self._has_boundary:
@@ -135,9 +135,7 @@ class ActivationCaching(Feature):
     )
 
     left_out_of_trials = MappingProxyType({"training.activation_cache_mb": 0})
-
-    def describe(self, job: PipelineJob) -> str:
-        return f"keeps up to {job.training.activation_cache_mb} MB of frozen rows"
+    headline = "keeps up to {job.training.activation_cache_mb} MB of frozen rows"
 
     def price_lacks(self, profile: Profile) -> str:
         if profile.train_samples:

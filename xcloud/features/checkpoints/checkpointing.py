@@ -31,8 +31,8 @@ from xcloud.comm.state import StateTree
 from xcloud.features.checkpoints.saving import CheckpointWriter, Timing
 from xcloud.net.frame import Kind, MessageKey
 from xcloud.pipeline.control import Control, Signal
-from xcloud.pipeline.hook import Hook, StepReport
-from xcloud.rank.saving import CHECKPOINT_CARRIES, CheckpointMessage, code_of
+from xcloud.pipeline.hook import StepReport
+from xcloud.rank.saving import CHECKPOINT_CARRIES, CheckpointMessage, Saver, code_of
 from xcloud.rank.stop_signal import StopSignal
 from xcloud.record.reporter import Reporter
 
@@ -86,7 +86,7 @@ class Ledger:
         return reports
 
 
-class Checkpointer(Hook):
+class Checkpointer(Saver):
     """The hook of one rank that saves its state.
 
     parts: the state to save, by name.

@@ -41,7 +41,7 @@ class LeakMeasurement(Feature):
         return {} if meter is None else meter.measure(run_dir)
 
     def at_rank(self, context: RankContext[PipelineJob]) -> FeatureAtRank | None:
-        return None if meter_of(context.job) is None else LeakMeterAtRank(context)
+        return None if meter_of(context.job) is None else LeakMeterAtRank(context, self)
 
 
 class LeakMeterAtRank(FeatureAtRank):

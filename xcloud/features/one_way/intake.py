@@ -23,6 +23,7 @@ from xcloud.features.one_way.feed import ConsumptionPlan, Order, Presence, Round
 from xcloud.features.one_way.job import OneWayExperiment
 from xcloud.features.one_way.layout import OneWayLayout
 from xcloud.net.frame import Frame
+from xcloud.net.link_profile import LinkProfile
 from xcloud.net.peer import Peer
 from xcloud.record.events import add_to
 from xcloud.record.reporter import Reporter
@@ -366,8 +367,9 @@ class Intake:
             name = self.plan.names[arrived.producer]
             fed_bytes[name] += arrived.num_bytes
             # Seconds that an emulated line was busy; of a real one only the bytes are known.
-            if (profile := layout.wan_of(name, there=layout.consumer).profile) is not None:
-                add_to(line_s, more={name: profile.line_s(arrived.num_bytes)})
+            wan = layout.wan_of(name, there=layout.consumer)
+            if isinstance(wan, LinkProfile):
+                add_to(line_s, more={name: wan.line_s(arrived.num_bytes)})
         event: dict[str, Any] = {
             "step": step,
             "step_s": round(self.clock.end_step(), 6),

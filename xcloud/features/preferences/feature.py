@@ -55,8 +55,8 @@ def rows_cross_alike(job: PipelineJob) -> Conflict | None:
 class PreferenceTuningAtRank(FeatureAtRank):
     """The loss of the last stage, and what the model of the start says, in one rank."""
 
-    def __init__(self, context: RankContext[PipelineJob]) -> None:
-        super().__init__(context)
+    def __init__(self, context: RankContext[PipelineJob], feature: Feature) -> None:
+        super().__init__(context, feature)
         self._last = context.job.cluster.num_stages - 1
         self._loss = PreferenceLoss(cast(Preferences, context.job.task).beta)
 
@@ -114,6 +114,4 @@ class PreferenceTuning(Feature):
         ),
     )
 
-    def describe(self, job: PipelineJob) -> str:
-        task = cast(Preferences, job.task)
-        return f"preferences against the model of the start, beta {task.beta:g}"
+    headline = "preferences against the model of the start, beta {job.task.beta:g}"

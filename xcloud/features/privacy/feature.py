@@ -52,8 +52,8 @@ def whole_backward(job: PipelineJob) -> Conflict | None:
 class PrivacyAtRank(FeatureAtRank):
     """The privacy of one rank: it clips and adds noise, and in rank 0 keeps the account."""
 
-    def __init__(self, context: RankContext[PipelineJob]) -> None:
-        super().__init__(context)
+    def __init__(self, context: RankContext[PipelineJob], feature: Feature) -> None:
+        super().__init__(context, feature)
         privacy = context.job.security.privacy
         assert privacy is not None
         self._privacy = privacy
@@ -113,7 +113,4 @@ class DifferentialPrivacy(Feature):
         "set security/privacy=none",
     )
     left_out_of_trials = MappingProxyType({"security.privacy": None})
-
-    def describe(self, job: PipelineJob) -> str:
-        assert job.security.privacy is not None
-        return job.security.privacy.label
+    headline = "{job.security.privacy.label}"

@@ -7,11 +7,11 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from xcloud.base.outcome import Outcome
-from xcloud.base.settings import NotNegativeFloat, PositiveFloat, settings
+from xcloud.base.settings import Labelled, NotNegativeFloat, PositiveFloat, settings
 
 
 @settings("security.privacy", formerly="xcloud.security.defences.Privacy")
-class Privacy:
+class Privacy(Labelled):
     """Clips what one unit can contribute to what leaves a cloud, and adds noise.
 
     unit: "sample": DP-SGD (Abadi et al., arXiv:1607.00133). Every sample's gradient is clipped,
@@ -35,9 +35,7 @@ class Privacy:
     noise: NotNegativeFloat
     delta: Annotated[float, Field(gt=0.0, le=0.999999)] = 1e-5
 
-    @property
-    def label(self) -> str:
-        return f"private by {self.unit} (clip {self.clip:g}, noise {self.noise:g})"
+    label_form = "private by {unit} (clip {clip:g}, noise {noise:g})"
 
 
 @settings(kw_only=True)

@@ -130,15 +130,15 @@ class Sharding(Feature):
     def at_rank(self, context: RankContext[PipelineJob]) -> FeatureAtRank | None:
         cloud = context.job.cluster.cloud_of(context.rank)
         if cloud in sharding_clouds(context.job):
-            return ShardingAtRank(context)
+            return ShardingAtRank(context, self)
         return None
 
 
 class ShardingAtRank(FeatureAtRank):
     """The sharders of the stages of one rank."""
 
-    def __init__(self, context: RankContext[PipelineJob]) -> None:
-        super().__init__(context)
+    def __init__(self, context: RankContext[PipelineJob], feature: Feature) -> None:
+        super().__init__(context, feature)
         self._sharders: dict[int, Sharder] = {}
         # Before any stage is built, so that the process gives back blocks that were whole.
         return_freed_memory(context.device, num_bytes=_LARGE_BYTES)

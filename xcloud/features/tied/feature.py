@@ -16,7 +16,6 @@ from xcloud.layout import ClusterLayout
 from xcloud.pipeline.trainer import Trainer
 from xcloud.pipeline.wiring import Wiring
 from xcloud.rank.feature import BuiltRank, Feature, FeatureAtRank
-from xcloud.rank.role import RankContext
 from xcloud.security.defences import LABEL
 
 
@@ -44,6 +43,23 @@ JoinEnds = Callable[[Wiring, ClusterLayout, torch.device, str], Join]
 """Returns what joins a rank to the other end of the pipeline, over lines of a name."""
 
 
+class TiedEndsAtRank(FeatureAtRank):
+    """The tied ends of one rank, which may hold an end or none."""
+
+    feature: TiedEnds
+
+    def hook(self, built: BuiltRank, trainer: Trainer) -> TiedGradients | None:
+        job = built.context.job
+        return tied_gradients(
+            trainer,
+            groups=built.wiring.groups,
+            layout=job.cluster,
+            choose=job.compression.for_tensor,
+            seed=job.seed,
+            join=self.feature.join_ends(built.wiring, job.cluster, built.context.device, "tied"),
+        )
+
+
 @dataclass(eq=False)
 class TiedEnds(Feature):
     """A sum of the gradients of one matrix over both ends of a pipeline.
@@ -53,6 +69,7 @@ class TiedEnds(Feature):
     """
 
     join_ends: JoinEnds
+    at_work = TiedEndsAtRank
 
     uses = (
         FeatureUse(
@@ -76,25 +93,3 @@ class TiedEnds(Feature):
                 yield Outbound(
                     sender=here, to=there, kind="averaging", what=words, how_often="once a step"
                 )
-
-    def at_rank(self, context: RankContext[PipelineJob]) -> FeatureAtRank:
-        return TiedEndsAtRank(context, self.join_ends)
-
-
-class TiedEndsAtRank(FeatureAtRank):
-    """The tied ends of one rank, which may hold an end or none."""
-
-    def __init__(self, context: RankContext[PipelineJob], join_ends: JoinEnds) -> None:
-        super().__init__(context)
-        self.join_ends = join_ends
-
-    def hook(self, built: BuiltRank, trainer: Trainer) -> TiedGradients | None:
-        job = built.context.job
-        return tied_gradients(
-            trainer,
-            groups=built.wiring.groups,
-            layout=job.cluster,
-            choose=job.compression.for_tensor,
-            seed=job.seed,
-            join=self.join_ends(built.wiring, job.cluster, built.context.device, "tied"),
-        )

@@ -35,9 +35,7 @@ class TwoBuffered(Schedule):
     """Whether gradients are computed where the weights are expected to be when they move. False
     computes them at the weights as they were, as PipeDream-2BW does."""
 
-    @property
-    def label(self) -> str:
-        return f"two buffered m={self.num_micro_batches}"
+    label_form = "two buffered m={num_micro_batches}"
 
     def num_ahead(self, stage: int, num_stages: int) -> int:
         """Return how many backwards of the next update a stage computes before this update ends.

@@ -3,7 +3,6 @@ what it needs of a job. The evaluator (rank/task_data.py) compares and all ranks
 
 from __future__ import annotations
 
-from xcloud.job.job import PipelineJob
 from xcloud.job.needs import Conflict, FeatureUse, every_update_together, plain
 from xcloud.rank.feature import Feature
 
@@ -30,7 +29,4 @@ class RunUntil(Feature):
     )
 
     ends_early = Conflict("training.until ends it at any evaluation", "leave training.until out")
-
-    def describe(self, job: PipelineJob) -> str:
-        assert job.training.until is not None
-        return f"until {job.training.until.in_words}"
+    headline = "until {job.training.until.in_words}"

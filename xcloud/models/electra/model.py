@@ -62,7 +62,7 @@ class MultilingualElectra:
             if isinstance(text, MultilingualText) and text.source.public_texts() is None:
                 raise ConfigError(
                     "a PublicBackbone is pretrained on public text in every cloud; use another, "
-                    f"as {text.describe()} is not public"
+                    f"as {text.label} is not public"
                 )
 
     @property
@@ -78,16 +78,16 @@ class MultilingualElectra:
 
     def describe(self) -> str:
         generators = ", ".join(
-            f"{name} ({'+'.join(of.parts)}; {of.backbone.describe()}{', frozen' * of.frozen})"
+            f"{name} ({'+'.join(of.parts)}; {of.backbone.label}{', frozen' * of.frozen})"
             for name, of in self.generators.items()
         )
-        size = self.discriminator.backbone.describe()
-        return f"{self.text.describe()}; generators {generators} → discriminator {size}"
+        size = self.discriminator.backbone.label
+        return f"{self.text.label}; generators {generators} → discriminator {size}"
 
     @property
     def data(self) -> str:
         return "; ".join(
-            f"{name}: {'+'.join(own.parts)} of {self.text.of(own.source).describe()}"
+            f"{name}: {'+'.join(own.parts)} of {self.text.of(own.source).label}"
             for name, own in self.generators.items()
         )
 
@@ -137,7 +137,7 @@ class MultilingualElectra:
         # The head that transformers loads with it computes gelu.
         if (used := encoder.config.activation) != "gelu":
             said = f"uses {used!r}; a discriminator is exported with gelu: choose another"
-            raise ConfigError(f"discriminator.backbone {settings.backbone.describe()} {said}")
+            raise ConfigError(f"discriminator.backbone {settings.backbone.label} {said}")
         # The encoder inside is drawn as well, and replaced by the one with weights right below.
         with seeded(context.seed, "replaced-token head"):
             network = Discriminator(encoder.config)
@@ -197,7 +197,7 @@ class MultilingualElectra:
         def report(line: str) -> None:
             """Report a line without folder names: it may be shown in another cloud."""
             if backbone.is_checkpoint:
-                line = line.replace(backbone.describe(), Path(backbone.describe()).name)
+                line = line.replace(backbone.label, Path(backbone.label).name)
             context.report(line.replace(f"{context.cache_dir}/", ""))
 
         generates = name == "generator"
@@ -213,7 +213,7 @@ class MultilingualElectra:
         assert weights.tensors is not None
         if generates and not weights.have_head:
             raise ConfigError(
-                f"{name}.backbone {backbone.describe()} has no masked-language head; use a "
+                f"{name}.backbone {backbone.label} has no masked-language head; use a "
                 "checkpoint with one (BERT, RoBERTa, XLM-R), a SeededBackbone or a PublicBackbone"
             )
         with seeded(context.seed, name):

@@ -86,7 +86,7 @@ class Generator:
         if twice := [part for part in self.parts if self.parts.count(part) > 1]:
             raise ConfigError(f"generator.languages and generator.pairs name {twice[0]} twice")
         if self.frozen and not self.backbone.is_checkpoint:
-            said = f"{self.backbone.describe()} cannot fill masks; train it (frozen=false)"
+            said = f"{self.backbone.label} cannot fill masks; train it (frozen=false)"
             raise ConfigError(f"generator.frozen needs a PretrainedBackbone: {said}")
 
     @property
@@ -348,11 +348,11 @@ class DiscriminatorRank(_Learner):
     settings: DiscriminatorSettings
 
     own_names = ("recent",)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._step_sums: Counter[str] = Counter()
-        self._recent: deque[list[float]] = deque(maxlen=SCORED_STEPS)  # SUMS of each step
+    _step_sums: Counter[str] = field(default_factory=Counter, init=False)
+    _recent: deque[list[float]] = field(
+        default_factory=lambda: deque(maxlen=SCORED_STEPS), init=False
+    )
+    """SUMS of each step."""
 
     @property
     def module(self) -> nn.Module:
