@@ -338,13 +338,13 @@ class Gloo(Carrier):
 
     def __init__(self, folder: Path, window: LinkWindow | None = None) -> None:
         super().__init__(folder, window=window)
-        self._store = HashStore()
+        self.store = HashStore()
         self._paced: _Paced | None = None
 
     def begin(self, end: End, attempt: int = 1) -> None:
         within = timedelta(seconds=MEETING_S)
         place = ENDS.index(end)
-        pair = GlooPair(self._store, "averaging", ranks="0-1", place=place, join_within=within)
+        pair = GlooPair(self.store, "averaging", ranks="0-1", place=place, join_within=within)
         if end == "out":
             self._paced = _Paced(pair)
             self.out = GlooOutLink(self._paced, self.settings(end))  # type: ignore[arg-type]
@@ -439,7 +439,7 @@ class MailboxFolder(Carrier):
             self.incoming = made.incoming("averaging", 0, self.settings(end))
 
     def kill(self, end: End) -> None:
-        store: Any = vars(self._alive.pop(end)).get("_store")
+        store: Any = vars(self._alive.pop(end)).get("store")
         if store is None:
             return
 
@@ -451,7 +451,7 @@ class MailboxFolder(Carrier):
 
     @contextmanager
     def _changed(self, end: End, **calls: Any) -> Iterator[None]:
-        store: Any = self._ends[end]._store
+        store: Any = self._ends[end].store
         vars(store).update(calls)
         try:
             yield
@@ -461,11 +461,11 @@ class MailboxFolder(Carrier):
 
     @contextmanager
     def unconfirmed(self) -> Iterator[None]:
-        store = self._ends["out"]._store
+        store = self._ends["out"].store
         done = set[str]()
 
         def put(name: str, data: Any) -> None:
-            ObjectStore._put(store, name, data)
+            ObjectStore.put_once(store, name, data)
             if name not in done:
                 done.add(name)
                 folder, _, own = name.rpartition("/")
@@ -485,7 +485,7 @@ class MailboxFolder(Carrier):
     @contextmanager
     def half_dead(self) -> Iterator[None]:
         def get(name: str, max_bytes: int) -> bytes:
-            store = self._ends["incoming"]._store
+            store = self._ends["incoming"].store
 
             def fail() -> bytes:
                 if "get" in vars(store):
@@ -494,7 +494,7 @@ class MailboxFolder(Carrier):
                 assert found is not None
                 return found
 
-            return store._patiently(fail, doing="reading")
+            return store.patiently(fail, doing="reading")
 
         with self._changed("incoming", get=get):
             yield

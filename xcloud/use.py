@@ -392,7 +392,7 @@ def generate(words: Sequence[str]) -> None:
         raise ConfigError("--chats has full chats: remove --system and --plain")
     # Arguments are checked before the model is read, which takes a minute.
     generator = TextGenerator(folder=arguments.run, compressed=not arguments.uncompressed)
-    prompts = _prompts(generator, arguments)
+    prompts = prompts_of(generator, arguments)
     _ = generator.stages  # what is said while they are read stands before the text
     weights = getattr(generator.experiment.model, "weights", None)
     if weights in PACKED:
@@ -416,7 +416,7 @@ def generate(words: Sequence[str]) -> None:
         say("")
 
 
-def _prompts(
+def prompts_of(
     generator: TextGenerator, arguments: argparse.Namespace
 ) -> list[tuple[str, list[int]]]:
     """Return what is shown of each prompt, and its tokens."""

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.codecs import arrives
-from xcloud.comm.sparsify import RandomK, RandomTopK, TopK, TopRows, _SortedPositions
+from xcloud.comm.sparsify import RandomK, RandomTopK, SortedPositions, TopK, TopRows
 from xcloud.net.frame import TensorSpec
 
 
@@ -65,7 +65,7 @@ def test_positions_come_back_in_the_promised_bytes(
     num_kept = max(1, round(rate * numel))
     chosen = torch.randperm(numel, generator=torch.Generator().manual_seed(seed))[:num_kept]
     positions = torch.arange(num_kept) if clustered else chosen.sort().values
-    coding = _SortedPositions(num_kept, numel)
+    coding = SortedPositions(num_kept, numel)
     packed = coding.encode(positions)
 
     assert packed.shape == (coding.num_bytes,)
@@ -79,7 +79,7 @@ def test_positions_take_little_more_than_their_entropy(rate: float) -> None:
     numel = 2048 * 768
     num_kept = round(rate * numel)
     entropy_bits = -(rate * math.log2(rate) + (1 - rate) * math.log2(1 - rate)) * numel
-    bits = 8 * _SortedPositions(num_kept, numel).num_bytes
+    bits = 8 * SortedPositions(num_kept, numel).num_bytes
 
     assert bits >= entropy_bits
     assert bits <= numel + 8

@@ -311,7 +311,7 @@ def test_a_mailbox_that_is_not_there_or_not_allowed_is_named_and_not_made(
      (3601.0, "red"), (-3601.0, "red")],
 )  # fmt: skip
 def test_a_clock_is_told_whichever_way_it_is_off(ahead_s: float, state: str) -> None:
-    found = lines._clock("cloud_b", ahead_s)
+    found = lines.clock_finding("cloud_b", ahead_s)
     assert found.state == state and ("behind" in found.fact) is (ahead_s <= 0)
 
 
@@ -387,7 +387,7 @@ def test_what_a_line_is_like_is_told_to_the_letter(
         peer="b", dials=given.get("dials", True), machine=1, reason="no answer",
         measured=found if given.get("is_met") else None, congestion_control="cubic",
     )  # fmt: skip
-    told = lines._of_trial(case, trial, refused=given.get("refused", ()))
+    told = lines.trial_findings(case, trial, refused=given.get("refused", ()))
     assert [(one.state, one.name, one.fact, one.advice) for one in told] == findings
 
 
@@ -398,14 +398,14 @@ def test_a_step_takes_each_way_at_the_rate_of_that_way(monkeypatch: pytest.Monke
         peer=FACTS, round_trip_s=0.1, clock_ahead_s=0.0, sent_bytes_per_s=1e6,
         received_bytes_per_s=4e6,
     )  # fmt: skip
-    step = lines._step("cloud_b", out=6_000_000, back=8_000_000, found=found)
+    step = lines.step_finding("cloud_b", out=6_000_000, back=8_000_000, found=found)
     assert step.figures["busy_s"] == 8.0
     monkeypatch.setattr(lines, "_max_send_buffer", lambda: 1_000_000)
     full = lines.stream_bytes(1_000_000) / 0.1
     for sent, received, fills in ((full, full, True), (full / 2, full, False)):
         one = found._replace(sent_bytes_per_s=sent, received_bytes_per_s=received)
         for rates in (one, one._replace(sent_bytes_per_s=received, received_bytes_per_s=sent)):
-            fact = lines._step("cloud_b", out=10**9, back=10**9, found=rates).fact
+            fact = lines.step_finding("cloud_b", out=10**9, back=10**9, found=rates).fact
             assert ("of them down to" in fact) is fills
 
 
@@ -425,7 +425,7 @@ def test_a_clock_is_read_in_the_middle_of_a_round_trip(monkeypatch: pytest.Monke
             return at_s
 
     peer: Any = Peer()
-    assert talk._ping(peer) == pytest.approx((1.0, 5.0))
+    assert talk.ping(peer) == pytest.approx((1.0, 5.0))
 
 
 @pytest.mark.parametrize(
@@ -453,9 +453,9 @@ def test_a_line_s_rate_is_that_of_what_comes_once_it_is_found(
             return DoctorMessage.END if at_s is None else DoctorMessage.BULK, b""
 
     peer: Any = Peer()
-    assert talk._receive_bulk(peer) == pytest.approx(rate * 65_536)
+    assert talk.receive_bulk(peer) == pytest.approx(rate * 65_536)
     with pytest.raises(TimeoutError):
-        talk._receive_bulk(peer)
+        talk.receive_bulk(peer)
 
 
 def a_machine(monkeypatch: pytest.MonkeyPatch, folder: Path, **changed: Any) -> Any:

@@ -16,7 +16,7 @@ from tests.causal_models import build, saved, through, where
 from tests.corpora import given
 from tests.small_tokenizer import write_chat_tokenizer
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.evaluate.command import _key_of, evaluate
+from xcloud.evaluate.command import evaluate, key_of
 from xcloud.evaluate.texts import read_texts, score_texts
 from xcloud.models.causal import CausalLM
 from xcloud.tasks.chat_template import DATE
@@ -52,7 +52,7 @@ def test_perplexity_of_a_file_is_that_of_transformers_over_its_documents(
     """Each document on its own there, packed here; of chats the answers alone count."""
     write_chat_tokenizer(tmp_path / FOLDER_NAME)
     tokenizer = CausalTokenizer.load(tmp_path / FOLDER_NAME)
-    network = saved("llama", tmp_path, vocab_size=len(tokenizer._pretrained))
+    network = saved("llama", tmp_path, vocab_size=len(tokenizer.pretrained))
     stages = [s.eval() for s in build(CausalLM(str(tmp_path)), 2, where(tmp_path))]
     documents = tokenizer.texts(TEXTS)
     if ending == "chats":
@@ -88,7 +88,7 @@ def test_texts_are_cut_into_documents_as_the_run_was_told(tmp_path: Path) -> Non
         )
         generator.experiment.task = trained
         data = read_texts(generator, file=file)
-        found[document] = sum(map(len, data._documents["test"]))
+        found[document] = sum(map(len, data.documents["test"]))
     assert found == {"line": 3, "blank_line": 2, "file": 1}
 
 
@@ -98,7 +98,7 @@ def test_files_of_one_name_have_scores_of_their_own(known: dict[str, Any]) -> No
     files = ["/a/data/test.txt", "/a/data/test.jsonl", "/b/data/test.jsonl.gz", "/a/data/test.txt"]
     keys = []
     for file in files:
-        key = _key_of(Path(file), known=scores)
+        key = key_of(Path(file), known=scores)
         scores[key] = {"file": file}
         keys.append(key)
     assert keys == ["data_test", "data_test_jsonl", "b_data_test_jsonl", "data_test"]

@@ -110,7 +110,7 @@ def test_an_answer_that_is_empty_or_longer_than_the_model_is_refused_unasked(
     longest = [7] * POSITIONS
     [(nats, _)] = model._loglikelihood_tokens([(None, [5, 9], longest)])
     assert nats == pytest.approx(nats_of(network, [9, *longest], POSITIONS), rel=1e-5)
-    model._generator = None  # nobody may be asked
+    model.generator = None  # nobody may be asked
     with pytest.raises(DataError, match="an answer of 17 tokens does not fit into the 16"):
         model._loglikelihood_tokens([(("x", "y"), [5], [7]), (("x", "z"), [5], [7, *longest])])
     with pytest.raises(DataError, match="nothing to score"):
@@ -122,7 +122,7 @@ def test_texts_are_scored_the_longest_first_as_many_as_fit_into_a_batch(
 ) -> None:
     """Two times 16 tokens fit; each text gets its own score, whatever lies beside it."""
     shapes = []
-    ask_last = model._generator.ask_last
+    ask_last = model.generator.ask_last
 
     def asks(batch: Any, ask: Any) -> Any:
         shapes.append(tuple(batch["text"].shape))
@@ -131,7 +131,7 @@ def test_texts_are_scored_the_longest_first_as_many_as_fit_into_a_batch(
     lengths = [5, 16, 5, 4, 16, 5, 5, 5, 5, 5]
     requests = [(None, [n + 3], [40 + n] * length) for n, length in enumerate(lengths)]
     alone = [model._loglikelihood_tokens([one])[0] for one in requests]
-    monkeypatch.setattr(model._generator, "ask_last", asks)
+    monkeypatch.setattr(model.generator, "ask_last", asks)
     found = model._loglikelihood_tokens(requests)
     assert shapes == [(2, 16), (6, 5), (2, 5)]
     for (nats, best), (expected, is_best) in zip(found, alone, strict=True):
@@ -161,8 +161,8 @@ def test_a_question_is_written_on_with_the_most_probable_tokens(
     model: Any, network: Any, cached: bool
 ) -> None:
     """However drawing is forbidden."""
-    model._cached = cached
-    text = model._generator.text
+    model.cached = cached
+    text = model.generator.text
     expected = text.decode(greedy(network, text.encode("Who", begins=False), 6))
     for how in (
         {"max_gen_toks": 6, "until": []},
@@ -179,14 +179,14 @@ def test_samples_of_one_question_differ_and_come_again_in_another_evaluation(mod
     how = {"until": [], "max_gen_toks": 8, "do_sample": True}
     found = model.generate_until([asked("Who?", how)] * 5)
     assert len(set(found)) == 5
-    again = type(model)(model._generator, chats=False, cached=True)
+    again = type(model)(model.generator, chats=False, cached=True)
     assert again.generate_until([asked("Who?", how)] * 5) == found
 
 
 def test_a_text_ends_at_the_first_stop_in_it_and_at_a_special_token(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = model._generator.text
+    text = model.generator.text
     follows = text.encode("bananas", begins=False) + list(text.special_ids(["<assistant>"]))
     given = []
 
@@ -197,7 +197,7 @@ def test_a_text_ends_at_the_first_stop_in_it_and_at_a_special_token(
             given.append(token)
             yield token
 
-    monkeypatch.setattr(model._generator, "tokens_after", tokens_after)
+    monkeypatch.setattr(model.generator, "tokens_after", tokens_after)
 
     def written(*until: str) -> str:
         given.clear()
@@ -218,10 +218,10 @@ def test_a_question_keeps_its_end_and_an_answer_gets_what_room_there_is(
     prompts = []
 
     def tokens_after(ids: Any, most: int, choice: Any, cached: bool, ends: Any) -> Any:
-        prompts.append((len(ids), most, model._generator.text.decode(ids)))
+        prompts.append((len(ids), most, model.generator.text.decode(ids)))
         return iter(())
 
-    monkeypatch.setattr(model._generator, "tokens_after", tokens_after)
+    monkeypatch.setattr(model.generator, "tokens_after", tokens_after)
     letters = "abcdefghijklmnopqrst"
     table = [(12, 4), (12, 5), (15, 256), (16, 15), (20, 3)]
     for number, (length, most) in enumerate(table):
@@ -383,7 +383,7 @@ def test_the_harness_is_asked_what_the_command_was_asked(harness: SimpleNamespac
     assert given["apply_chat_template"] and not given["log_samples"]
     assert given["bootstrap_iters"] == 1000
     assert given["model_args"] == {"model": str(harness.run), "compressor": "int4+int4"}
-    assert harness.model._chats and harness.model._cached
+    assert harness.model.chats and harness.model.cached
 
     (file := harness.run.parent / "solo.yaml").write_text("{}")
     words = ["--tasks", str(file), "--include", str(harness.run.parent), "--num-fewshot", "0"]
@@ -392,7 +392,7 @@ def test_the_harness_is_asked_what_the_command_was_asked(harness: SimpleNamespac
     assert harness.manager == (str(harness.run.parent), False) and not harness.compressed
     assert (given["limit"], given["num_fewshot"]) == (None, 0)
     assert not given["apply_chat_template"]
-    assert not harness.model._chats and not harness.model._cached
+    assert not harness.model.chats and not harness.model.cached
     found = json.loads((harness.run / "summary.json").read_text())["evaluation"]
     assert [*found] == ["old", "toy", "several", "toy_uncompressed", "several_uncompressed"]
 

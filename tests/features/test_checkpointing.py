@@ -302,13 +302,13 @@ def test_minutes_count_in_every_strategy(shape: str, every_steps: int, tmp_path:
 def test_a_replica_that_hears_too_late_how_often_to_save_costs_one_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take = Checkpointer._take
+    take = Checkpointer.take_report
 
     def deaf(checkpointer: Checkpointer, peer: int, step: int, code: int) -> None:
         if (checkpointer.rank, code) != (2, CheckpointMessage.EVERY):
             take(checkpointer, peer, step, code)
 
-    monkeypatch.setattr(Checkpointer, "_take", deaf)
+    monkeypatch.setattr(Checkpointer, "take_report", deaf)
     shape = SHAPES["3 replicas, one update late"]
     attempt = Attempt(
         tmp_path, job(shape, CODECS["plain"]), Checkpoints(0, 1), step_s=10.0, slow_until=LAST + 1
@@ -332,7 +332,7 @@ def test_the_last_step_is_saved_however_short_the_run(shape: str, tmp_path: Path
 def test_a_run_that_is_asked_to_end_saves_its_step_first(tmp_path: Path) -> None:
     shape = "2x2 lanes, 1F1B"
     first = Attempt(tmp_path, job(SHAPES[shape], CODECS["plain"]), Checkpoints(1000, 0))
-    first.asked._asked_at_s = 0.0
+    first.asked.asked_at_s = 0.0
     first.train()
     assert first.folder.agreed_steps() == [1]
     second = Attempt(tmp_path, job(SHAPES[shape], CODECS["plain"]))

@@ -459,7 +459,7 @@ def test_links_have_room_for_all_fragments_under_way(tmp_path: Path) -> None:
     links = [replica_links(own, layout, torch.device("cpu")) for own in ends]
     for own in links:
         own.open(100_100, under_way=settings.max_under_way)
-    room = links[1]._in[0]._settings.window.max_queued_bytes
+    room = links[1]._in[0].settings.window.max_queued_bytes
 
     links[0].send(1, MessageKey(Kind.AVERAGING, 1), (part,), ("zeros",), 0)
     assert room >= 13 * links[0]._out[1].record.num_bytes[Kind.AVERAGING]

@@ -204,13 +204,13 @@ def test_tensors_on_gpus_go_over_nccl_where_each_rank_has_one(
     monkeypatch.setattr(dist, "new_group", lambda ranks, **named: asked.append(named) or "nccl")
     other_gpu = 0
     shared = OfTwo(gloo, (0, 1), gpu)
-    assert not asked and shared._over(on_gpu) is gloo
+    assert not asked and shared.group_for(on_gpu) is gloo
     with pytest.raises(ConfigError, match="two of them share one"):
         shared.mesh(gpu)
     other_gpu = 1
     apart = OfTwo(gloo, (0, 1), gpu)
     assert [named["backend"] for named in asked] == ["nccl"]
-    assert apart._over(on_gpu) == "nccl" and apart._over(torch.ones(1)) is gloo
+    assert apart.group_for(on_gpu) == "nccl" and apart.group_for(torch.ones(1)) is gloo
 
 
 def test_a_gradient_that_is_not_finite_in_another_rank_is_seen(alone: RankGroup) -> None:

@@ -597,7 +597,7 @@ def test_clouds_of_two_owners_write_for_a_third_or_one_of_them_each_with_its_own
     for rank, (me, other) in enumerate((("cloud_a", "cloud_b"), ("cloud_b", "cloud_a"))):
         keys = keys_of(me, [other, "cloud_c"])
         monkeypatch.setattr(feature_module, "this_clouds_keys", lambda keys=keys: keys)
-        protects.append(feature_module._protection(job, rank))
+        protects.append(feature_module.protection(job, rank))
     trainer = Trainer(tmp_path, [Module(0), Module(1)], protects=protects)
     others = sorted({"cloud_a", "cloud_b"} - {reader})
     opens = opening(keys_of(reader, others), job.cluster.stage_cloud)
@@ -793,12 +793,12 @@ def test_a_machine_that_is_not_the_cloud_cannot_seal_for_it(
     keys = keys_of("cloud_a", ["cloud_b"])
     monkeypatch.setattr(feature_module, "this_clouds_keys", lambda: keys)
     with pytest.raises(ConfigError, match="reader=cloud_c has rank 1 seal its weights as cloud c"):
-        feature_module._protection(job, 1)
+        feature_module.protection(job, 1)
     with pytest.raises(ConfigError, match=r"put it beside .* into policy.yaml: peers: {cloud_c"):
-        feature_module._protection(job, 0)
+        feature_module.protection(job, 0)
     patches = replace(job.training.patches, reader=None)
     open_job = replace(job, training=replace(job.training, patches=patches))
-    assert feature_module._protection(open_job, 1) is plain
+    assert feature_module.protection(open_job, 1) is plain
 
 
 # --- a run of real processes

@@ -127,9 +127,9 @@ def pem_of(cloud: str) -> str:
 
 def agree(file: Path, yes: bool = True, pem: str | None = None) -> int:
     pem = pem_of("cloud_a") if pem is None else pem
-    with invitation._policy_of("cloud_b") as is_first:
-        invitation._own_certificate("cloud_b")
-        return invitation._agree(
+    with invitation.policy_of("cloud_b") as is_first:
+        invitation.own_certificate("cloud_b")
+        return invitation.agree(
             file, me="cloud_b", peer="cloud_a", pem=pem, is_first=is_first, yes=yes
         )
 
@@ -140,7 +140,7 @@ def test_an_owner_who_has_nothing_gets_a_key_and_a_policy_for_this_file_alone(
     file = written(tmp_path)
     assert agree(file, yes=False) == 0
     said = capsys.readouterr().out
-    own = invitation._own_certificate("cloud_b")
+    own = invitation.own_certificate("cloud_b")
     assert f"dials     {RELAY} (relay)" in said and own.fingerprint[:4] in said
     assert "the first policy of this cloud:" in said and "cloud_a.pem" in said
     assert not (owner / "policy.yaml").exists(), "what nobody approved leaves no policy"
@@ -165,7 +165,7 @@ def test_what_does_not_fit_to_what_an_owner_has_is_said(tmp_path: Path, owner: P
             agree(file, pem=pem)
         assert not (owner / "cloud_a.pem").exists()
     with pytest.raises(ConfigError, match="the name of the other cloud"):
-        invitation._keep_certificate("../cloud_a", pem=pem_of("cloud_a"))
+        invitation.keep_certificate("../cloud_a", pem=pem_of("cloud_a"))
     (owner / "cloud_a.pem").write_text(pem_of("other"))
     with pytest.raises(ConfigError, match="another certificate than cloud_a has now"):
         agree(file)

@@ -401,7 +401,7 @@ def test_each_owner_is_told_which_end_of_a_line_dials_and_where() -> None:
     )  # fmt: skip
 
     def said(cloud: str, *ranks: int) -> str:
-        return join._lines_in_words(layout, cloud, ranks)
+        return join.lines_in_words(layout, cloud, ranks)
 
     all_ports = "ports 7000 to 7002 here"
     assert said("a", 0, 1, 2) == f"cloud a: b dials {all_ports}; c dials {all_ports}"

@@ -244,7 +244,7 @@ def test_a_rank_that_the_run_can_do_without_may_end_a_little_late(
     ranks.processes = [done, late]
     ranks.since_s["end"] = time.monotonic() - since_s
     try:
-        assert ranks._is_over(have_joined=True) is is_over
+        assert ranks.is_over(have_joined=True) is is_over
     finally:
         late.kill()
         late.wait()

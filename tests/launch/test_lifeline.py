@@ -170,7 +170,7 @@ def test_once_a_rank_has_left_its_end_is_no_loss() -> None:
     for rank in range(3):
         ranks.come(rank)
     wait_for(lambda: ranks.begun == {0, 1, 2}, 20)
-    links = [link for joined in ranks.joined.values() for link in joined._watches.values()]
+    links = [link for joined in ranks.joined.values() for link in joined.watches.values()]
     wait_for(lambda: all(link.has_come for link in links), 20)
     for joined in ranks.joined.values():
         joined.connected(bool, lambda: None)
@@ -214,9 +214,9 @@ def test_a_rank_that_others_can_do_without_may_fall_silent_and_come_back() -> No
     wait_for(lambda: 2 in ranks.lost, 20)
     assert "rank 1 sent no heartbeat" in str(ranks.lost[2])
     line.say()
-    wait_for(lambda: 1 not in joined[0]._lost, 20)
+    wait_for(lambda: 1 not in joined[0].lost, 20)
     line.close()
-    wait_for(lambda: 1 in joined[0]._left, 20)
+    wait_for(lambda: 1 in joined[0].left, 20)
     assert not ranks.lost.keys() & {0}
 
 
@@ -264,7 +264,7 @@ def test_where_clouds_may_come_again_their_ranks_name_each_other_and_the_others_
         wait_for(lambda: 1 in ranks.lost, 20)
         assert "rank 2 sent no heartbeat" in str(ranks.lost.pop(1))
         del line
-        wait_for(lambda: 2 in first._lost, 20)
+        wait_for(lambda: 2 in first.lost, 20)
     assert not ranks.lost
 
 
@@ -279,14 +279,14 @@ def test_a_word_that_a_rank_has_begun_again_replaces_no_line_and_takes_one_threa
     other = Rendezvous(1, 2, store, is_open=True, beginning=int(store.add("beginnings.1", 1)))
     line = ByHand(heartbeats_of(other.store, 1, 1))
     line.ages()
-    live, greeted = first._watches[1], set[int]()
+    live, greeted = first.watches[1], set[int]()
     for _ in range(20):
         store.add("beginnings.1", 1)
         line.say()
         line.ages()
         threading.Event().wait(0.05)
-        greeted.add(id(first._greeted[1]))
-        assert first._watches[1] is live and not live.is_over
+        greeted.add(id(first.greeted[1]))
+        assert first.watches[1] is live and not live.is_over
     assert len(greeted) <= 2 and not lost
     line.close()
     wait_for(lambda: not first.is_greeting(1), 30)  # nobody has come in time
@@ -304,7 +304,7 @@ def test_a_rank_with_a_reason_of_its_own_tells_that_one_and_still_the_others_of_
     line.ages()
     assert other.ages()[1] != -1.0
     del line
-    wait_for(lambda: hub._lost.get(1) is Loss.ENDED, 20)
+    wait_for(lambda: hub.lost.get(1) is Loss.ENDED, 20)
 
     def hear() -> float:
         while (age_s := other.ages()[1]) != -1.0:

@@ -208,9 +208,11 @@ def test_of_a_full_relay_who_waits_longest_makes_room_and_who_is_served_stays() 
 
 
 def test_addresses_are_counted_by_owner() -> None:
-    crowds = [relays._crowd((host, 1)) for host in ("192.0.2.7", "::ffff:192.0.2.7")]
+    crowds = [relays.crowd_of((host, 1)) for host in ("192.0.2.7", "::ffff:192.0.2.7")]
     assert crowds == ["192.0.2.7", "192.0.2.7"]
-    v6 = [relays._crowd((host, 1)) for host in ("2001:db8::1", "2001:db8::ffff:1", "fe80::1%eth0")]
+    v6 = [
+        relays.crowd_of((host, 1)) for host in ("2001:db8::1", "2001:db8::ffff:1", "fe80::1%eth0")
+    ]
     assert v6[0] == v6[1] != v6[2]
 
 

@@ -257,8 +257,8 @@ def test_an_owner_s_rank_reports_its_lines_before_it_leaves_and_the_lines_are_cl
     monkeypatch.setattr(SealedLines, "close", lambda _: told.append("lines close"))
     monkeypatch.setattr(SealedLines, "abandon", lambda _: told.append("lines abandon"))
     process = JoinedProcess.__new__(JoinedProcess)
-    process.rank, process._lines = rank, lines
-    process._detector = cast(Any, Calls("detector", told))
+    process.rank, process.lines = rank, lines
+    process.detector = cast(Any, Calls("detector", told))
     process.state = cast(Any, SimpleNamespace(peers=None))
     role: Any = SimpleNamespace(peers=["him"], reporter=Calls("reporter", told))
     with process.taking_part(role, final_report=lambda: None):

@@ -220,8 +220,8 @@ def of_torchrun(run_dir: Path, rank: int, is_first: bool, monitor: Any = None) -
     process = TorchrunProcess.__new__(TorchrunProcess)
     (run_dir / "given.yaml").write_text("# given")
     process.file, process.run_dir, process.rank = run_dir / "given.yaml", run_dir, rank
-    process.is_first_here, process._monitor = is_first, monitor
-    process._detector = cast(Any, SimpleNamespace(close=lambda: process.state.enter("closed")))
+    process.is_first_here, process.monitor = is_first, monitor
+    process.detector = cast(Any, SimpleNamespace(close=lambda: process.state.enter("closed")))
     process.asked = cast(Any, SimpleNamespace(was_asked=False))
     process.state = cast(Any, SimpleNamespace(listener=None, entered=[], close=None))
     process.state.enter = process.state.entered.append  # type: ignore[attr-defined,method-assign]
@@ -372,7 +372,7 @@ def test_a_request_to_end_is_noted_only_while_work_can_be_saved(
         with pytest.raises(ZeroDivisionError), asked.armed(can_save=True):
             _ = 1 // 0
         signal.raise_signal(signal.SIGUSR1)
-        asked._asked_at_s = time.monotonic() - 60
+        asked.asked_at_s = time.monotonic() - 60
         with pytest.raises(SystemExit) as again:
             signal.raise_signal(signal.SIGUSR1)
         assert again.value.code == 128 + signal.SIGUSR1
@@ -403,7 +403,7 @@ def test_a_signal_while_the_last_step_is_saved_ends_the_run_after_that(
 
     def write_and_hear(folder: CheckpointFolder, step: int, *rest: Any) -> int:
         assert asked.is_armed, "a signal would end the process with half a file"
-        asked._asked_at_s = time.monotonic() if step == 3 else None
+        asked.asked_at_s = time.monotonic() if step == 3 else None
         return write(folder, step, *rest)
 
     monkeypatch.setattr(CheckpointFolder, "write", write_and_hear)
@@ -432,7 +432,7 @@ def test_torchrun_must_start_the_ranks_of_the_file_and_no_run_that_is_done(
             ConfigError, match=f"torchrun started {started} ranks in all, but .* have 2"
         )  # fmt: skip
         with refuses:
-            several_machines._check_started(job)
+            several_machines.check_started(job)
     for status, num_steps, is_done in (
         ("finished", 5, True), ("finished", 6, True), ("finished", 4, False), ("failed", 5, False),
     ):  # fmt: skip

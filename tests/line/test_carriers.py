@@ -76,7 +76,7 @@ def test_messages_of_any_size_arrive_in_order(carrier: type[Carrier], tmp_path: 
         assert link.out is not None and link.incoming is not None
         num_bytes = link.out.record.num_bytes[Kind.AVERAGING]
         assert num_bytes > sum(sizes)
-        assert link.incoming._settings.record.arrived_bytes[Kind.AVERAGING] == num_bytes
+        assert link.incoming.settings.record.arrived_bytes[Kind.AVERAGING] == num_bytes
 
 
 @over_carriers
@@ -123,7 +123,7 @@ def test_a_message_that_moves_is_not_overdue(carrier: type[Carrier], tmp_path: P
         check(link, 10)
         overdue_s = 3.2  # of a message of 3.7 s; gloo notes a fragment of 2.8 s
         assert link.out is not None
-        object.__setattr__(link.out._settings, "overdue_s", overdue_s)
+        object.__setattr__(link.out.settings, "overdue_s", overdue_s)
         failed: list[LinkError] = []
 
         def send() -> None:

@@ -94,7 +94,7 @@ def test_messages_of_any_size_arrive_in_order(out_listens: bool, num_connections
         assert ends.incoming.has_closed
         assert ends.state.num_cuts == 0
     assert ends.out.record.num_messages[Kind.ACTIVATION] == len(sizes)
-    assert ends.out._settings.queued._num_bytes == 0
+    assert ends.out.settings.queued.num_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -118,25 +118,25 @@ def test_only_as_many_connections_carry_as_the_line_asks_for(
     parts = parts_of([PIECE_BYTES] * 40)
     with linked(True, num_connections=3) as (ends, _):
         out = ends.out
-        wait_for(lambda: len(out._up) == 3, seconds=10.0)
+        wait_for(lambda: len(out.connected) == 3, seconds=10.0)
         asked = set[int]()  # connections that would have taken a piece
-        take = out._outbox.take
+        take = out.outbox.take
 
         def noted(number: int) -> Any:
             asked.add(number)
             return take(number)
 
-        monkeypatch.setattr(out._outbox, "take", noted)
-        monkeypatch.setattr(out._outbox, "_measure", ignore)
-        out._outbox.bytes_per_s = bytes_per_s
+        monkeypatch.setattr(out.outbox, "take", noted)
+        monkeypatch.setattr(out.outbox, "_measure", ignore)
+        out.outbox.bytes_per_s = bytes_per_s
         ends.state.round_trip_s = round_trip_s
         sending = send_all(out, parts)
         check_all(ends.incoming, parts)
         sending.join()
         time.sleep(3 * connections._WAKE_EVERY_S)  # each has looked for work meanwhile
         assert asked == carrying
-        out._up.discard(0)
-        needed_after = {number for number in (1, 2) if out._is_needed(number)}
+        out.connected.discard(0)
+        needed_after = {number for number in (1, 2) if out.is_needed(number)}
         assert needed_after == set(range(1, min(3, 1 + len(carrying))))
         ends.close()
 
@@ -160,7 +160,7 @@ def test_a_connection_that_waits_for_room_is_woken_when_there_is_some(
     monkeypatch.setattr(connections.Connection, "wait", noted)
     parts = parts_of([6_000] * 4)
     with linked(True) as (ends, _):
-        ready = ends.incoming._ready
+        ready = ends.incoming.ready
         get = ready.get
 
         def get_once_full() -> Any:
@@ -183,15 +183,15 @@ def test_room_in_the_window_wakes_a_connection_that_may_use_it() -> None:
     parts = parts_of([PIECE_BYTES] * 2)
     with linked(True, num_connections=2) as (ends, _):
         out = ends.out
-        wait_for(lambda: out._idle == {0, 1}, seconds=10.0)
+        wait_for(lambda: out.idle == {0, 1}, seconds=10.0)
         woken = list[int]()
         wake = out.connections.wake
-        out._outbox.bytes_per_s = 1.0
+        out.outbox.bytes_per_s = 1.0
         ends.state.round_trip_s = 0.1
         out.connections.wake = woken.append  # type: ignore[assignment, method-assign]
-        out._acknowledged(1, num_pieces=0)
+        out.acknowledged(1, num_pieces=0)
         assert woken == [0]
-        out._acknowledged(0, num_pieces=0)  # its own thread goes on to look for a piece
+        out.acknowledged(0, num_pieces=0)  # its own thread goes on to look for a piece
         assert woken == [0]
         out.connections.wake = wake  # type: ignore[method-assign]
         sending = send_all(out, parts)
@@ -243,10 +243,10 @@ def test_a_connection_that_is_reset_before_tls_begins_is_closed() -> None:
 def test_a_refusal_is_said_but_for_one_that_passes_and_most_of_a_crowd() -> None:
     said: list[str] = []
     sealed = SealedLines.__new__(SealedLines)
-    sealed._num_crowded = 0
-    sealed._say_refused = said.append  # type: ignore[assignment]
+    sealed.num_crowded = 0
+    sealed.say_refused = said.append  # type: ignore[assignment]
     for reason in ("b: not_yet", "b: other_run", *[doors.CROWDED] * 2000, "c: other_run"):
-        sealed._note_refused(reason)
+        sealed.note_refused(reason)
     crowded = [f"refused: {doors.CROWDED}"] * 2
     assert said == ["refused: b: other_run", *crowded, "refused: c: other_run"]
 
@@ -356,7 +356,7 @@ def test_a_full_inbox_silences_no_connection(monkeypatch: pytest.MonkeyPatch) ->
         sending.join()
         ends.close()
         assert ends.state.num_cuts == 0
-        assert ends.out._settings.queued.peak_bytes <= 3_100_000
+        assert ends.out.settings.queued.peak_bytes <= 3_100_000
 
 
 def test_a_line_that_stays_down_ends_the_link_with_the_reason() -> None:
@@ -379,7 +379,7 @@ def test_a_line_is_down_from_its_cut_on_however_long_it_was_up() -> None:
             ends.incoming.recv(key(number), 20.0)
             for end in (ends.out, ends.incoming):
                 course = end.connections.course
-                wait_for(lambda course=course: bool(course._carrying))
+                wait_for(lambda course=course: bool(course.carrying))
                 course._since_s -= 100  # that long ago
             proxy.reset()
         ends.close()
@@ -403,16 +403,16 @@ def test_the_last_acknowledgement_may_be_lost(num_connections: int) -> None:
             ends.out.send(key(number), (torch.ones(3),))
         check_all(ends.incoming, [torch.ones(3)] * 3)
         lost = threading.Event()
-        acknowledge = ends.out._outbox.acknowledge
+        acknowledge = ends.out.outbox.acknowledge
 
         def lose(number: int, num_pieces: int) -> Any:
-            if ends.out._close_taken and not lost.is_set():  # this thread has sent it
+            if ends.out.close_taken and not lost.is_set():  # this thread has sent it
                 wait_for(lambda: ends.incoming.has_closed)
                 lost.set()
                 raise LineDown("cut")
             return acknowledge(number, num_pieces)
 
-        ends.out._outbox.acknowledge = lose  # type: ignore[method-assign]
+        ends.out.outbox.acknowledge = lose  # type: ignore[method-assign]
         ends.close()
         assert lost.is_set()
         # Of three connections another one may carry it before the cut one is dialled again.
@@ -478,7 +478,7 @@ def test_a_dialler_may_want_another_number_until_something_was_carried(
     incoming = StreamInLink(stream(dialler(listens.port)), InSettings("sender", 1 << 20))
     out.send(key(0), (torch.ones(3),))
     incoming.recv(key(0), 20.0)
-    assert out.connections._of == incoming.connections._of == 1
+    assert out.connections.of == incoming.connections.of == 1
     out.close(20.0)
     incoming.close(20.0)
     listens.close()
@@ -509,7 +509,7 @@ def test_connections_that_lack_descriptors_are_made_once_there_are_some(
         wait_for(lambda: bool(said))
         assert "lacks connections" in said[0] and "Too many open files" in said[0]
         is_scarce.clear()
-        wait_for(lambda: len(ends.out._up) == 5, 15.0)
+        wait_for(lambda: len(ends.out.connected) == 5, 15.0)
         ends.close()
 
 
@@ -517,19 +517,19 @@ def test_an_idle_stream_speaks_over_one_connection(monkeypatch: pytest.MonkeyPat
     """The others rest, are not cut for it, and carry when they are needed."""
     quick_silence(monkeypatch)
     with linked(num_connections=4) as (ends, _):
-        wait_for(lambda: len(ends.out._up) == 4)
+        wait_for(lambda: len(ends.out.connected) == 4)
         time.sleep(0.5)
         asked: list[int] = []
-        ask = ends.out._outbox.ask
+        ask = ends.out.outbox.ask
 
         def noted(number: int) -> None:
             asked.append(number)
             ask(number)
 
-        ends.out._outbox.ask = noted  # type: ignore[method-assign]
+        ends.out.outbox.ask = noted  # type: ignore[method-assign]
         time.sleep(1.5)
         assert {*asked} == {0} and len(asked) >= 3
-        assert ends.state.num_cuts == 0 and len(ends.out._up) == 4
+        assert ends.state.num_cuts == 0 and len(ends.out.connected) == 4
         parts = parts_of([PIECE_BYTES] * 8)
         sending = send_all(ends.out, parts)
         check_all(ends.incoming, parts)
@@ -544,7 +544,7 @@ def test_a_receiver_stays_for_a_sender_that_has_not_heard_that_all_has_come(
     with linked(out_listens=False) as (ends, proxy):
         ends.out.send(key(0), (torch.ones(3),))
         ends.incoming.recv(key(0), 20.0)
-        wait_for(lambda: bool(ends.out.connections.course._carrying))
+        wait_for(lambda: bool(ends.out.connections.course.carrying))
         proxy.held_to = "dialler"
         closing = threading.Thread(target=ends.out.close, args=(20.0,), daemon=True)
         closing.start()
@@ -556,7 +556,7 @@ def test_a_receiver_stays_for_a_sender_that_has_not_heard_that_all_has_come(
         time.sleep(1.0)
         proxy.refuses = False
         closing.join(20.0)
-        assert not closing.is_alive() and ends.out._failure is None
+        assert not closing.is_alive() and ends.out.failure is None
         assert ends.incoming.connections.join(10.0)
 
 
@@ -620,7 +620,7 @@ def test_a_listener_whose_system_has_no_room_says_so_and_answers_who_comes_later
 
 def test_who_greets_a_rank_while_it_ends_finds_the_connection_closed() -> None:
     door = Door()
-    door.listener._awaited[NAME, 0] = lambda: None
+    door.listener.awaited[NAME, 0] = lambda: None
     plain = socket.create_connection(("127.0.0.1", door.listener.port), 5)
     tls = PinnedTls(keys_of("cloud_b", ["cloud_a"]), LABEL)
     with tls.dial(plain, "cloud_a") as end:
@@ -630,7 +630,7 @@ def test_who_greets_a_rank_while_it_ends_finds_the_connection_closed() -> None:
         end.settimeout(5.0)
         with pytest.raises(OSError, match=r"EOF|reset"):
             end.recv(1)
-    assert not door.listener._arrived
+    assert not door.listener.arrived
 
 
 def test_a_cloud_that_answers_for_another_is_found_out(door: Door) -> None:
@@ -977,7 +977,7 @@ def sending_to(**changed: Any) -> tuple[StreamOutLink, Listener]:
 
 
 def failure(end: StreamOutLink) -> str:
-    wait_for(lambda: end._failure is not None)
+    wait_for(lambda: end.failure is not None)
     with pytest.raises(FrameError) as error:
         end.send(key(9), ())
     return str(error.value)
@@ -1000,7 +1000,7 @@ def test_a_receiver_expects_no_frame_that_it_has_acknowledged() -> None:
     peer = Peer(listens.port, hello())
     peer.take(3)
     peer.tls.sendall(ACKNOWLEDGEMENT.pack(3))
-    wait_for(lambda: out._outbox.is_empty)
+    wait_for(lambda: out.outbox.is_empty)
     peer.close()
     peer = Peer(listens.port, hello(expected=1))
     assert "expects frame 1, but 3 to 3 can come" in failure(out)
@@ -1051,7 +1051,7 @@ def test_a_sender_cuts_frames_as_agreed(pieces: Sequence[tuple[int, int, int]], 
             peer.tls.sendall(HEADER.pack(*piece) + bytes(min(piece[1], PIECE_BYTES)))
     with pytest.raises(LinkError, match=said):
         incoming.recv(key(0), 20.0)
-    assert incoming._ready._total.peak_bytes < 1 << 23
+    assert incoming.ready.total.peak_bytes < 1 << 23
     peer.close()
     listens.close()
 

@@ -257,7 +257,7 @@ def test_names_that_are_no_objects_stay_as_they_are_and_links_are_not_followed(
         assert taken(ends, 0) == 1.0
         for folder in {file.parent for file in url.rglob("note-*")}:
             (folder / "README").write_text("hello")
-            (folder / ends.out._box.name(1)).symlink_to(own)
+            (folder / ends.out.box.name(1)).symlink_to(own)
             (folder / "deep").mkdir()
         ends.out.send(key(1), (torch.full((300,), 2.0),))
         assert taken(ends, 1) == 2.0
@@ -314,7 +314,7 @@ def test_a_place_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> No
 
 
 def test_a_store_that_fails_for_a_while_is_asked_again(tmp_path: Path, monkeypatch: Any) -> None:
-    real = ObjectStore._put
+    real = ObjectStore.put_once
     left = [2, 0]
 
     def put(self: ObjectStore, name: str, data: bytes) -> None:
@@ -324,10 +324,10 @@ def test_a_store_that_fails_for_a_while_is_asked_again(tmp_path: Path, monkeypat
         real(self, name, data)
 
     store = ObjectStore(str(tmp_path))
-    monkeypatch.setattr(ObjectStore, "_put", put)
+    monkeypatch.setattr(ObjectStore, "put_once", put)
     store.put("folder/one", b"data")
     assert store.get("folder/one", 10) == b"data" and store.sizes("folder") == {"one": 4}
-    store._patience_s = 0.0
+    store.patience_s = 0.0
     left[0] = 9
     with pytest.raises(LinkClosed, match="cannot be reached: ConnectionError: the bucket sleeps"):
         store.put("folder/two", b"data")
@@ -358,25 +358,25 @@ def test_a_sender_waits_while_its_bytes_lie_there_however_few_objects(tmp_path: 
     with linked(tmp_path, window=window) as ends:
         out = ends.out
         for number in (0, 1):
-            out._box.store.put(out._box.path(number), b"x" * 2500)
-            out._untaken[number] = 2500
+            out.box.store.put(out.box.path(number), b"x" * 2500)
+            out.untaken[number] = 2500
         done = threading.Event()
 
         def wait() -> None:
-            out._await_room(3000)
+            out.await_room(3000)
             done.set()
 
         threading.Thread(target=wait, daemon=True).start()
         assert not done.wait(0.3)
-        out._box.store.delete(out._box.path(0))
+        out.box.store.delete(out.box.path(0))
         assert done.wait(20.0)
 
 
 def test_an_object_of_an_earlier_attempt_does_not_open_in_this_one(tmp_path: Path) -> None:
     with linked(tmp_path) as ends:
-        box = ends.out._box
-        mine = ends.incoming._keys
-        sealed = b"".join(box.seal(3, b"data", ends.out._keys))
+        box = ends.out.box
+        mine = ends.incoming.keys
+        sealed = b"".join(box.seal(3, b"data", ends.out.keys))
         assert box.open(3, sealed, mine, max_bytes=100) == b"data"
         for other in ({"attempt": 32 * "0"}, {"run": bytes(16)}, {"line": "forward"}):
             with pytest.raises(FrameError, match="not one that cloud_a sealed for cloud_b"):
@@ -427,8 +427,8 @@ class OddStore(LocalFileSystem):  # type: ignore[misc]
 
 def test_a_store_that_orders_its_arguments_otherwise_serves_as_well(tmp_path: Path) -> None:
     store = ObjectStore(str(tmp_path))
-    store._fs = OddStore()
-    store._is_local = False
+    store.fs = OddStore()
+    store.is_local = False
     store.put("folder/one", (b"da", b"ta"))
     assert store.get("folder/one", max_bytes=2) == b"dat"
     assert store.sizes("folder") == {"one": 4}
@@ -468,7 +468,7 @@ def test_a_message_that_was_written_twice_leaves_nothing_and_takes_no_room(
 ) -> None:
     """The store writes each message, loses the confirmation, and is asked again once the message
     has been taken. The window holds four messages, of which each would take one for ever."""
-    real = ObjectStore._put
+    real = ObjectStore.put_once
     put: list[str] = []
 
     def unconfirmed(self: ObjectStore, name: str, data: Any) -> None:
@@ -478,7 +478,7 @@ def test_a_message_that_was_written_twice_leaves_nothing_and_takes_no_room(
             wait_for(lambda: not (tmp_path / name).exists())  # until it has been taken
             raise TimeoutError("it was written, and the answer is lost")
 
-    monkeypatch.setattr(ObjectStore, "_put", unconfirmed)
+    monkeypatch.setattr(ObjectStore, "put_once", unconfirmed)
     monkeypatch.setattr(mailbox, "_LONGEST_PAUSE_S", 0.1)
     with linked(tmp_path, window=LinkWindow(max_queued_bytes=4 * 2000)) as ends:
         sending = threading.Thread(target=send, args=(ends.out, *range(9)), daemon=True)
@@ -535,7 +535,7 @@ def test_a_rank_that_was_killed_after_all_had_met_is_missed_when_it_comes_again(
             waits.recv(key(0), 20.0)
         of[1 - killed].stop()
         other = threads.submit(lines, tmp_path, 1 - killed)
-        assert again.result()._attempt == other.result()._attempt
+        assert again.result().attempt == other.result().attempt
         again.result().stop()
         other.result().stop()
 
@@ -552,7 +552,7 @@ def test_a_rank_that_comes_again_before_all_have_met_is_met(tmp_path: Path) -> N
         wait_for(lambda: answer.read_bytes() != said)
         meeting.append(threads.submit(lines, tmp_path, 2, num_ranks=3))
         found = [one.result() for one in meeting]
-    assert len({one._attempt for one in found}) == 1
+    assert len({one.attempt for one in found}) == 1
     for one in found:
         one.stop()
 
@@ -569,7 +569,7 @@ def test_a_bucket_is_as_good_as_a_folder() -> None:
         assert [taken(ends, number) for number in range(20)] == [*range(20)]
         ends.out.close(20.0)
         ends.incoming.close(20.0)
-        left = ends.of[0]._store.sizes(ends.out._box.folder)
+        left = ends.of[0].store.sizes(ends.out.box.folder)
         assert [name[:4] for name in left] == ["note"]
 
 

@@ -75,7 +75,7 @@ def test_a_frame_that_the_receiver_has_is_done_with_though_its_answer_was_lost()
         assert box.take(0) is not None
     box.cut(0, sent_bytes=3 * (1000 + HEADER.size) - 400)
     box.begin(0, of=1, expected=2)
-    assert box._queued._num_bytes == 1000
+    assert box.queued.num_bytes == 1000
     piece, data, _ = box.take(0) or pytest.fail("the third is sent again")
     assert (piece.frame, len(data), again) == (2, 1000, [600])
     assert box.take(0) is None
@@ -190,7 +190,7 @@ def test_an_answer_that_counts_no_frame_says_how_long_it_took_and_that_nothing_m
     piece, data, frame_bytes = box.take(0) or pytest.fail("the last frame")
     assert (piece.frame, piece.number, len(data), frame_bytes) == (1, 0, 1000, 1000)
     assert box.acknowledge(0, 4) == (PIECE_BYTES + 1000, 0, True)  # of the first frame
-    assert box.is_empty and box._queued._num_bytes == 0
+    assert box.is_empty and box.queued.num_bytes == 0
     for counted in (3, 5):
         with pytest.raises(FrameError, match=f"acknowledges {counted} pieces; .* 4 of 4"):
             box.acknowledge(0, counted)

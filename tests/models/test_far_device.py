@@ -186,9 +186,9 @@ def step(made: Made, compressor: Compressor, device: torch.device) -> list[Tenso
 @pytest.fixture(autouse=True)
 def far_device_only_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch knows of no autocast there, and makes nothing there that is not brought."""
-    pairs = frozen_weights._pairs(HOST)
+    pairs = frozen_weights.pairs_of_halves(HOST)
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)
-    monkeypatch.setattr(frozen_weights, "_pairs", lambda device: pairs.to(device))
+    monkeypatch.setattr(frozen_weights, "pairs_of_halves", lambda device: pairs.to(device))
 
 
 @pytest.mark.parametrize("case", first_daily([*CASES], NUM_DAILY))

@@ -108,9 +108,9 @@ def test_an_interrupted_pretraining_ends_with_the_bits_of_an_undisturbed_one(
 
     def pretrained(folder: Path, most: int) -> dict[str, torch.Tensor]:
         network = fresh(config)
-        ahead, num = pretraining._loss, 0
+        ahead, num = pretraining.loss_and_hits, 0
 
-        def counted(encoder: Encoder, batch: pretraining._Guesses) -> object:
+        def counted(encoder: Encoder, batch: pretraining.Guesses) -> object:
             nonlocal num, num_steps
             if encoder.training:
                 if num == most:
@@ -119,7 +119,7 @@ def test_an_interrupted_pretraining_ends_with_the_bits_of_an_undisturbed_one(
             return ahead(encoder, batch)
 
         with monkeypatch.context() as patch:
-            patch.setattr(pretraining, "_loss", counted)
+            patch.setattr(pretraining, "loss_and_hits", counted)
             pretrain(network, texts(60), IDS, settings, lines.append, folder)
         return network.state_dict()
 
@@ -202,7 +202,7 @@ def test_even_the_shortest_text_has_something_to_guess() -> None:
 def test_batches_hold_every_text_once_in_an_epoch_and_no_more_than_their_tokens() -> None:
     lines = [torch.tensor(line) for line in texts(100)]
     draw = torch.Generator().manual_seed(0)
-    batches = pretraining._batches(lines, 40, draw)
+    batches = pretraining.batches_of(lines, 40, draw)
     seen: list[int] = []
     while len(seen) < len(lines):
         batch = next(batches)
@@ -270,8 +270,8 @@ def test_settings_at_the_edge_of_what_is_allowed_are_taken_as_given() -> None:
 def test_a_causal_batch_predicts_every_token_from_those_before_it() -> None:
     texts = [torch.tensor([IDS.bos, 7, 8, 9, IDS.eos]), torch.tensor([IDS.bos, 9, 7, IDS.eos])]
     encoder, draw = fresh().eval(), torch.Generator().manual_seed(0)
-    batch = pretraining._guesses(texts, IDS, 0.3, draw, causal=True)
-    found, num = pretraining._loss(encoder, batch)[0], len(batch.truth_M)
+    batch = pretraining.guesses_of(texts, IDS, 0.3, draw, causal=True)
+    found, num = pretraining.loss_and_hits(encoder, batch)[0], len(batch.truth_M)
 
     losses = []
     for text in texts:  # each prefix by itself: what comes after it cannot matter
@@ -285,5 +285,5 @@ def test_a_causal_batch_predicts_every_token_from_those_before_it() -> None:
 
 def test_the_share_of_causal_batches_is_spread_evenly() -> None:
     for share in (0.0, 0.3, 0.7, 1.0):
-        modes = list(islice(pretraining._evenly(share), 100))
+        modes = list(islice(pretraining.evenly(share), 100))
         assert all(abs(sum(modes[i : i + 10]) - 10 * share) <= 1 for i in range(90))

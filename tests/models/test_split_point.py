@@ -17,7 +17,7 @@ from xcloud.contracts.model import TokenIds
 from xcloud.models.backbone import PublicBackbone, Weights
 from xcloud.models.encoder import Encoder, EncoderConfig, EncoderLayer, Packing
 from xcloud.models.low_rank_split import cut_inside, factors
-from xcloud.models.split_point import Basis, Projection, Split, _public_batch, measured_basis
+from xcloud.models.split_point import Basis, Projection, Split, measured_basis, public_batch
 
 TEXT = RandomText(9)
 SIZES = (IDS.size, HIDDEN)
@@ -282,6 +282,6 @@ def test_public_texts_that_are_too_long_are_cut_to_the_length_of_a_sample(
 ) -> None:
     split = Split(1, 5, "pca", calibration_texts=3, calibration_pairs=pairs)
     public: Any = SimpleNamespace(sentences=lambda num, cache_dir: [[7] * 40] * num)
-    batch = _public_batch(split, public, IDS, where(tmp_path, max_length=16))
+    batch = public_batch(split, public, IDS, where(tmp_path, max_length=16))
     assert batch["text"].shape == batch["types"].shape == (3, longest)
     assert int(batch["types"].max()) == int(pairs)

@@ -273,7 +273,7 @@ def test_what_moves_between_two_ranks_is_known_to_a_third(
             for rank in range(3):
                 running.enter_context(ends[rank].detector.running())
         until_s = time.monotonic() + 0.6
-        moving = heartbeat(0.05, lambda: time.monotonic() < until_s and at._settings.note_moving())
+        moving = heartbeat(0.05, lambda: time.monotonic() < until_s and at.settings.note_moving())
         with moving, pytest.raises(LinkTimeout):
             waits.recv(MessageKey(Kind.GRADIENT, 3), overdue_s=0.3)
 

@@ -73,7 +73,7 @@ def test_an_evaluation_and_a_boundary_without_gradient_fill_the_budget_and_no_mo
     needed = 40 if returns and kind is Kind.ACTIVATION else 1
     channel = out.forward_out[1]
     assert isinstance(channel, SendChannel)
-    room = channel.link._settings.room_bytes(kind)
+    room = channel.link.settings.room_bytes(kind)
     assert budget <= room <= max(budget, needed * (frame + FRAME_SLACK_BYTES))
     keys = [MessageKey(kind, 1, number) for number in range(max(1, room // frame) + 1)]
     assert len(keys) > needed

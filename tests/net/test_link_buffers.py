@@ -83,7 +83,7 @@ def test_ends_of_a_link_hold_no_long_message_once_it_is_read() -> None:
     assert not any(ref() is not None and ref().numel() > 4096 for ref in pair.frames)  # type: ignore[union-attr]
     held = {id(buffer): buffer.numel() for ref in pair.filled if (buffer := ref()) is not None}
     assert all(num_bytes <= FRAGMENT_BYTES for num_bytes in held.values())
-    assert len(held) <= 1 + incoming._settings.window.num_posted
+    assert len(held) <= 1 + incoming.settings.window.num_posted
 
 
 HELD = """

@@ -208,7 +208,7 @@ def test_a_message_on_an_inbound_wire_takes_its_bits_and_then_its_latency() -> N
 def test_chance_on_an_emulated_line_is_the_same_in_every_release() -> None:
     assert [round(jitter_share(number), 6) for number in range(3)] == [0.5847, 0.189412, 0.475235]
     line = LinkProfile(1e6, outage_every_s=10.0, outage_lasting_s=1.0)
-    assert [round(start_s, 6) for start_s, _ in line._random_outages(20.0)] == [
+    assert [round(start_s, 6) for start_s, _ in line.random_outages(20.0)] == [
         18.606071,
         33.792363,
     ]

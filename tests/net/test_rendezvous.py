@@ -141,14 +141,14 @@ def test_an_attempt_that_was_given_up_ends_nobody_who_is_in_the_next_one() -> No
 
     detector.why_not = why_not
     detector.watch(0, over_gloo(PrefixStore("given up", store), 1, detector))
-    stale = detector._watches[0]
+    stale = detector.watches[0]
     assert asked.wait(20)
     part = PrefixStore("next", store)
     detector.watch(0, over_gloo(part, 1, detector))
     first = FailureDetector(0, 2, on_lost=lost.append)
     first.watch(1, over_gloo(part, 0, first))
     released.set()
-    wait_for(lambda: stale.is_over and detector._watches[0].has_come, 20)
+    wait_for(lambda: stale.is_over and detector.watches[0].has_come, 20)
     assert not lost
     in_threads([first.leave, detector.leave])
     assert not lost

@@ -18,7 +18,7 @@ def test_a_trace_with_a_period_begins_its_second_lap_as_the_first_one_ended() ->
 
 def test_a_random_outage_under_way_stops_the_line_until_it_is_over() -> None:
     line = LinkProfile(1e6, outage_every_s=50.0, outage_lasting_s=20.0)
-    [(start, lasting), *_] = line._random_outages(0.0)
+    [(start, lasting), *_] = line.random_outages(0.0)
     for moment in (start, start + lasting / 2):
         assert line.rate_from(moment) == (0.0, start + lasting)
     assert line.rate_from(start - 1e-6)[0] == 1e6

@@ -23,9 +23,9 @@ from xcloud.net.words import (
     MAX_TEXT_BYTES,
     MAX_WORDS,
     ControlMessage,
+    JoinedLine,
     WordKind,
     WordsOfFirst,
-    _JoinedLine,
     decode,
     encode,
     line_of,
@@ -125,7 +125,7 @@ def test_a_rank_that_breaks_the_rules_is_named_and_the_others_are_heard(
     first, good = rendezvous(tmp_path, 0), rendezvous(tmp_path, 2)
 
     def misbehave() -> None:
-        line = _JoinedLine(
+        line = JoinedLine(
             line_of(rendezvous_store(tmp_path), 1, 1, is_first=False, within_s=60.0), 0
         )
         if trouble == "garbage":

@@ -7,7 +7,7 @@ from typing import Any
 
 from xcloud.pipeline.one_forward_one_backward import max_kept
 from xcloud.pipeline.schedule import Action
-from xcloud.planner.search import Space, _even_split
+from xcloud.planner.search import Space, even_split
 
 
 def pieces(*seconds: float) -> Any:
@@ -20,9 +20,9 @@ def test_a_slow_cloud_gets_fewer_blocks() -> None:
     """Of eight equal blocks a cloud three times slower takes two: 3 x 2 = 6 x 1."""
     eight = pieces(*[1.0] * 8)
     cuts = range(9)
-    assert _even_split(eight, cuts, (1.0, 3.0)) == (6,)
-    assert _even_split(eight, cuts, (3.0, 1.0)) == (2,)
-    assert _even_split(eight, cuts, (1.0, 1.0)) == (4,)
+    assert even_split(eight, cuts, (1.0, 3.0)) == (6,)
+    assert even_split(eight, cuts, (3.0, 1.0)) == (2,)
+    assert even_split(eight, cuts, (1.0, 1.0)) == (4,)
 
 
 def test_micro_batches_are_dealt_evenly_to_replicas() -> None:

@@ -22,7 +22,7 @@ from xcloud.rank.reports import (
     optimizer_bytes,
     timeline_events,
 )
-from xcloud.record.reporter import _without_paths
+from xcloud.record.reporter import without_paths
 from xcloud.record.run_record import RunRecord
 from xcloud.record.summary import RunStatistics
 
@@ -281,4 +281,4 @@ def test_a_long_step_is_dealt_to_lines_that_the_report_link_can_carry() -> None:
     ],
 )
 def test_a_report_names_no_absolute_path_however_it_is_written(text: str, left: str) -> None:
-    assert _without_paths({"x": [text]}) == {"x": [left]}
+    assert without_paths({"x": [text]}) == {"x": [left]}

@@ -117,12 +117,12 @@ def test_a_task_that_gives_more_than_it_was_asked_for_is_refused_with_the_names(
             batch=lambda split, ids: dict.fromkeys(names, ids),
         )
 
-    task_data._check_fields(data(1, "ids", "text"), frozenset({"text"}))
-    task_data._check_fields(data(0, "label"), frozenset({"text"}))
+    task_data.check_fields(data(1, "ids", "text"), frozenset({"text"}))
+    task_data.check_fields(data(0, "label"), frozenset({"text"}))
     with pytest.raises(DataError, match=r"gave label, word, which no .* it is given: text$"):
-        task_data._check_fields(data(1, "text", "word", "label"), frozenset({"text"}))
+        task_data.check_fields(data(1, "text", "word", "label"), frozenset({"text"}))
     with pytest.raises(DataError, match=r"it is given: none$"):
-        task_data._check_fields(data(1, "label"), frozenset())
+        task_data.check_fields(data(1, "label"), frozenset())
 
 
 @dataclass

@@ -53,8 +53,8 @@ class SmallDisk:
 
 def on(disk: SmallDisk, path: Path) -> EventFile:
     events = EventFile(path)
-    events._file.close()
-    events._file = disk  # type: ignore[assignment]
+    events.file.close()
+    events.file = disk  # type: ignore[assignment]
     return events
 
 

@@ -29,11 +29,11 @@ from xcloud.show.canvas import COLOURS, canvas, column, ink_on, running_mean, wr
 from xcloud.show.monitor import Monitor
 from xcloud.show.pictures import (
     KINDS,
-    _Bar,
-    _bars_of_link,
-    _draw,
-    _draw_times,
-    _legend,
+    Bar,
+    bars_of_link,
+    draw_bars,
+    draw_times,
+    legend_of,
     short,
     write_loss,
     write_pictures,
@@ -160,7 +160,7 @@ def test_a_very_long_step_is_drawn_in_seconds_and_an_empty_rank_as_it_is(tmp_pat
 
 def test_times_are_told_as_a_person_says_them() -> None:
     lanes = (Lane(0, "a", 0, 16_570_000, ()),)
-    assert pictures._headed(Timeline(58, lanes, {}, "one clock"), False).startswith(
+    assert pictures.heading_of(Timeline(58, lanes, {}, "one clock"), False).startswith(
         "step 58: 16.6 s"
     )
 
@@ -270,31 +270,31 @@ def test_a_second_monitor_knows_who_had_finished_before_the_first_was_lost(
 
 def test_the_band_of_the_step_times_ends_at_a_tenth_and_nine_tenths_of_them() -> None:
     axes = canvas("", width_in=4, height_in=4).subplots()
-    _draw_times(axes, step=np.arange(101), taken=np.arange(101.0), unit="ms")
+    draw_times(axes, step=np.arange(101), taken=np.arange(101.0), unit="ms")
     said = [text.get_text() for text in axes.get_legend().get_texts()]
     assert said == ["median 50 ms", "10 % to 90 %: 10 to 90 ms"]
 
 
 def test_the_legend_names_what_is_drawn_and_nothing_else() -> None:
     everything = timeline()
-    told = [patch.get_label() for patch in _legend(everything)]
+    told = [patch.get_label() for patch in legend_of(everything)]
     assert told == [
         "forward", "backward", "compress, decompress", "waiting", "optimizer, clipping, data",
         "none of these", "activation on the link", "gradient on the link",
     ]  # fmt: skip
     report = Flight(-1, 3, "report", 0, 90, 0, 0, 1, 2)
     few = Timeline(1, (), {("a", "b"): [report]}, "one clock")
-    assert [patch.get_label() for patch in _legend(few)] == ["none of these", "report"]
+    assert [patch.get_label() for patch in legend_of(few)] == ["none of these", "report"]
 
 
 def test_a_box_that_is_too_narrow_for_an_edge_or_its_text_has_none() -> None:
     figure = canvas("", width_in=10, height_in=1)
     (axes,) = column(figure, heights=[1])
     bars = [
-        _Bar(0, 0.7, from_us=0, until_us=wide, colour="#000000", edge="white", text="12")
+        Bar(0, 0.7, from_us=0, until_us=wide, colour="#000000", edge="white", text="12")
         for wide in (2, 4, 100)
     ]
-    _draw(axes, bars=bars, per_us=1.0, inches_per_unit=0.01)
+    draw_bars(axes, bars=bars, per_us=1.0, inches_per_unit=0.01)
     (drawn,) = axes.collections
     assert [edge[-1] for edge in drawn.get_edgecolors()] == [0.0, 1.0, 1.0]
     assert [text.get_position()[0] for text in axes.texts] == [50.0]
@@ -309,7 +309,7 @@ def test_messages_share_the_height_of_a_line_and_are_numbered_in_two_rows_at_mos
     at_once: int, texts: list[str]
 ) -> None:
     flights = [flight(number // at_once * 10, number) for number in range(max(2, at_once))]
-    bars = list(_bars_of_link(0, rows_of(flights)))
+    bars = list(bars_of_link(0, rows_of(flights)))
     assert [bar.text for bar in bars if bar.text] == texts
     assert {bar.height for bar in bars if bar.edge == "white"} == {0.6 / at_once}
 
@@ -346,7 +346,7 @@ def test_lines_stand_below_the_upper_of_their_clouds_and_those_of_control_messag
         ("b", "c"): [],
     }  # fmt: skip
     shown: Any = SimpleNamespace(clouds=[*"abc"], lanes=lanes, rows=rows)
-    assert [name for name, _ in pictures._lanes(shown)] == [
+    assert [name for name, _ in pictures.lanes_of(shown)] == [
         "a  rank 0\n(small: stage)", "a → b", "b  rank 1", "c → b", "c  rank 2", "b → a", "a → c",
     ]  # fmt: skip
 

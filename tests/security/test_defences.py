@@ -306,7 +306,7 @@ def test_marvells_noise_follows_the_spread_of_each_class_and_not_where_they_lie(
     is_1 = torch.arange(64) % 2 == 1
     flat = torch.randn(64, 6, dtype=torch.float64) * torch.tensor(spread)[is_1.long(), None]
     flat[is_1] += 2.0
-    noise = Marvell(1.0)._noise(flat, is_1, chance())
-    moved = Marvell(1.0)._noise(flat + 100.0, is_1, chance())
+    noise = Marvell(1.0).noise(flat, is_1, chance())
+    moved = Marvell(1.0).noise(flat + 100.0, is_1, chance())
     assert noise.std() > 0.1
     torch.testing.assert_close(moved, noise, rtol=1e-4, atol=1e-4)

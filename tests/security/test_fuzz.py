@@ -182,7 +182,7 @@ def mailbox_objects() -> Parser:
     box = LinkBox(of_no_store, bytes(16), "0" * 32, "forward", ("cloud_a", 0), ("cloud_b", 1))
     made = encode_frame(MessageKey(Kind.AVERAGING, 3), (torch.randn(99),), 7)
     seal_frame(made, -1.0)
-    honest = seal(made.numpy().tobytes(), b, a_key, context=box._context(7))
+    honest = seal(made.numpy().tobytes(), b, a_key, context=box.context(7))
 
     def take(data: bytes) -> object:
         found = box.open(7, data, BoxKeys(b_key, b, peer=a), max_bytes=2048)
@@ -424,7 +424,7 @@ def reports(folder: Path) -> Parser:
     now = iter(range(10**9))
     desk = Desk(folder)
     desk.file.close()
-    desk.intake._clock = lambda: 1e3 * next(now)  # the bound on bytes is not what is tried
+    desk.intake.clock_finding = lambda: 1e3 * next(now)  # the bound on bytes is not what is tried
     desk.file.append = lambda lines: [json.loads(line) for line in lines.splitlines()]  # type: ignore
     honest: list[bytes] = [
         json.dumps(line).encode() + b"\n"

@@ -337,9 +337,9 @@ def test_checkpoint_news_are_one_code_and_of_few_steps(tmp_path: Path) -> None:
 
     with pytest.raises(FrameError, match="rank 3 reports more than 16 open checkpoints"):
         for step in range(10**6):
-            rank_0._take(3, step, CheckpointMessage.DONE)
+            rank_0.take_report(3, step, CheckpointMessage.DONE)
     with pytest.raises(FrameError, match="rank 3 sends a decision on checkpoint"):
-        rank_0._take(3, 5, CheckpointMessage.AGREED)
+        rank_0.take_report(3, 5, CheckpointMessage.AGREED)
     rank_0.close(is_finished=False)
 
 

@@ -564,7 +564,7 @@ def test_this_cloud_is_no_other_one(
     def start(rank: int, said: str | None) -> None:
         process = TorchrunProcess.__new__(TorchrunProcess)
         process.file, process.run_dir = file, tmp_path
-        process.rank, process._cloud = rank, said
+        process.rank, process.cloud = rank, said
         process.read()
 
     policy(me="cloud_b")

@@ -286,7 +286,7 @@ def test_no_earlier_summary_stands_for_a_run_whose_monitor_is_lost_at_once(
     summary, seen = tmp_path / SUMMARY_FILE, []
     summary.write_text('{"status": "failed"}')
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: seen.append(summary.exists()))
-    several_machines._start_monitor(tmp_path, tmp_path / configs.EXPERIMENT_FILE)
+    several_machines.start_monitor(tmp_path, tmp_path / configs.EXPERIMENT_FILE)
     assert seen == [False]
 
 

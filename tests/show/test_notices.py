@@ -135,10 +135,10 @@ def test_a_command_that_hangs_is_ended_and_never_holds_up_the_run(
     script = f"echo $$ >> {shlex.quote(str(file))}; exec sleep 600"  # starts sooner than a Python
     one = monitor(tmp_path, f"sh -c {shlex.quote(script)}")
     one.start()
-    one._notices.send("diverged", step=0)
+    one.notices.send("diverged", step=0)
     wait_for(lambda: file.exists() and file.read_text().endswith("\n"))
     for step in range(1, 100):
-        one._notices.send("diverged", step=step)  # returns at once, also with a full queue
+        one.notices.send("diverged", step=step)  # returns at once, also with a full queue
     assert one.finish(None)["status"] == "finished"
     assert "slower than events come" in caplog.text
     assert "was not done within" in caplog.text and "was ended" in caplog.text

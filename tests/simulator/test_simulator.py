@@ -43,10 +43,10 @@ from xcloud.simulator.costs import (
 from xcloud.simulator.engine import NEVER, Lines, Parcel, Program, run
 from xcloud.simulator.formulas import (
     ExchangeCost,
-    _max_queued,
     bubble_of_a_free_link,
     bubble_of_blocking_transfers,
     exchange_of,
+    max_queued,
     step_of_overlapped_transfers,
 )
 from xcloud.simulator.prediction import Prediction, Simulator
@@ -89,13 +89,13 @@ def test_messages_from_both_sides_take_turns_on_a_ranks_inbound_wire(tmp_path: P
     layout = ClusterLayout({f"c{i}": Cloud() for i in range(3)}, wire)
     world = MemoryWorld()
     ends = [Ends(world.transport(rank), layout, tmp_path) for rank in range(3)]
-    boundaries = {sender: ends[sender]._clock_to(1, boundary=0) for sender in (0, 2)}
+    boundaries = {sender: ends[sender].clock_to(1, boundary=0) for sender in (0, 2)}
     first, second = (boundaries[sender] for sender in (0, 2))
     assert first is not None and second is not None
     begin_s = first.started_at_s
     assert first.reserve(100_000, begin_s).deliver_at_s - begin_s == pytest.approx(0.15)
     assert second.reserve(100_000, begin_s).deliver_at_s - begin_s == pytest.approx(0.30)
-    control = ends[0]._clock_to(1, boundary=CONTROL)
+    control = ends[0].clock_to(1, boundary=CONTROL)
     assert control is not None and control.reserve(100, begin_s).deliver_at_s == begin_s
     with pytest.raises(ConfigError, match="own steady wire"):
         InboundWire(8e6, jitter_s=0.1)
@@ -103,7 +103,7 @@ def test_messages_from_both_sides_take_turns_on_a_ranks_inbound_wire(tmp_path: P
 
 def test_of_messages_that_nothing_answers_those_of_all_passes_may_wait() -> None:
     def queued(budget: int, num_ranks: int = 3) -> float:
-        return _max_queued(
+        return max_queued(
             GPipe(4), stage=0, num_stages=2, num_ranks=num_ranks, sizes=(100, None),
             budget=budget, num_passes=5,
         )  # fmt: skip

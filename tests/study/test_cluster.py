@@ -31,9 +31,9 @@ from xcloud.study import cluster, point_process
 from xcloud.study.cluster import (
     JOB_FILE,
     Jobs,
-    _is_full,
-    _mount_of,
     check_shared_locks,
+    is_full,
+    mount_of,
     runner_of,
 )
 from xcloud.study.point_process import PointJob
@@ -62,7 +62,7 @@ def test_the_mount_of_a_folder_says_whether_its_locks_hold_between_machines(
 ) -> None:
     table = tmp_path / "mountinfo"
     table.write_text(MOUNTS)
-    found, _, given = _mount_of(Path(folder), table)
+    found, _, given = mount_of(Path(folder), table)
     assert found == place and options <= {*given}
 
 
@@ -71,7 +71,7 @@ def test_a_folder_without_shared_locks_is_refused_by_name(
 ) -> None:
     check_shared_locks(tmp_path / "fine")
     mount = "/shared/fast", "nfs", ["rw", "nolock"]
-    monkeypatch.setattr(cluster, "_mount_of", lambda folder: mount)
+    monkeypatch.setattr(cluster, "mount_of", lambda folder: mount)
     with pytest.raises(ConfigError, match=r"shared/fast .nfs., mounted with nolock.*sweep.dir"):
         check_shared_locks(tmp_path / "other")
 
@@ -107,7 +107,7 @@ def test_hydra_s_launcher_ends_where_its_jobs_cannot_be_run(
     ],
 )
 def test_a_full_queue_is_told_from_a_job_that_is_refused(said: str, full: bool) -> None:
-    assert _is_full(said) is full
+    assert is_full(said) is full
 
 
 class JobsThatEnd(Jobs):
@@ -271,7 +271,7 @@ def test_a_point_waits_runs_stops_and_comes_back_in_its_queue_and_each_is_said_o
     ]
     assert slurm.chosen == {"timeout_min": 7, "name": point.folder, "cpus_per_task": 2}
     assert (run_dir / "experiment.yaml").exists() and not jobs.is_running(run_dir)
-    assert not jobs._followed
+    assert not jobs.followed
 
 
 @pytest.mark.parametrize(
@@ -315,7 +315,7 @@ def test_ctrl_c_leaves_jobs_alone_and_a_second_one_cancels_them(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     slurm, jobs = queue()
-    jobs._followed = [cluster.SubmittedJob("slurm", number, "here") for number in ("41", "42")]
+    jobs.followed = [cluster.SubmittedJob("slurm", number, "here") for number in ("41", "42")]
 
     def sleep(seconds: float) -> None:
         if is_twice:

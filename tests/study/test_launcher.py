@@ -100,10 +100,10 @@ def test_the_table_of_a_search_is_printed_once_something_has_run(
     )
     launcher = launcher_of(tmp_path)
     launcher.close()
-    launcher._last = SimpleNamespace(tracker=None)  # type: ignore[assignment]
+    launcher.last = SimpleNamespace(tracker=None)  # type: ignore[assignment]
     launcher.close()
     assert closed == []
-    launcher._last = SimpleNamespace(tracker="it")  # type: ignore[assignment]
+    launcher.last = SimpleNamespace(tracker="it")  # type: ignore[assignment]
     launcher.close()
     assert closed == [(tmp_path, "it")]
 

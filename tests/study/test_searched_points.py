@@ -89,12 +89,12 @@ def test_a_search_begins_with_each_choice_in_the_middle_of_all_numbers(tmp_path:
     words = ["model.rank=1,2,4", "rate=tag(log, interval(1e-5,1e-1))", "task=b,c", "n=range(2,9)"]
     one, _ = search(tmp_path, *words, runs=12)
     middle = {"rate": pytest.approx(1e-3), "n": 5}
-    assert one._first() == [
+    assert one.first_params() == [
         {"model.rank": rank, "task": task, **middle}
         for rank, task in (("1", "b"), ("2", "c"), ("4", "b"))
     ]
     few, _ = search(tmp_path, "model.rank=1,2,4,8", "scale=interval(1,3)", runs=4)
-    assert few._first() == [{"model.rank": rank, "scale": 2.0} for rank in ("1", "2")]
+    assert few.first_params() == [{"model.rank": rank, "scale": 2.0} for rank in ("1", "2")]
 
 
 @pytest.mark.slow
@@ -265,7 +265,7 @@ def test_the_sampler_is_told_factors_and_nothing_that_hides_the_rest(tmp_path: P
     names = ["quality", "bytes", "step_time"]
     one, _ = search(tmp_path, "model.rank=1,2,4,8", objectives=names)
     results = [[-30.0, 10.0, 0.1], [-20.0, 1000.0, 1.0], [1e6, 0.0, 1e9], None]
-    told = one._as_sampled([Tried({}, each) for each in results])
+    told = one.as_sampled([Tried({}, each) for each in results])
     log = math.log
     assert told == [
         [-30.0, log(10), log(0.1)],
@@ -273,7 +273,7 @@ def test_the_sampler_is_told_factors_and_nothing_that_hides_the_rest(tmp_path: P
         [40.0, log(1e-9), pytest.approx(6 * log(10))],
         [40.0, log(1000), pytest.approx(6 * log(10))],
     ]
-    assert one._as_sampled([Tried({}, None)]) == [[0.0, log(1e-9), log(1e-9)]]
+    assert one.as_sampled([Tried({}, None)]) == [[0.0, log(1e-9), log(1e-9)]]
 
 
 @pytest.mark.slow

@@ -11,8 +11,8 @@ from xcloud.base.errors import ConfigError
 from xcloud.base.wording import MAX_NAME_BYTES
 from xcloud.job.config import Settings
 from xcloud.study.points import (
-    _free_name,
     differences,
+    free_name,
     identity,
     name_points,
     same_overrides,
@@ -71,7 +71,7 @@ def test_tab_completion_stays_fast() -> None:
     ("taken", "free"), [((), "a"), (("a-2", "b"), "a"), (("a",), "a-2"), (("a", "a-2"), "a-3")]
 )
 def test_a_folder_whose_name_is_taken_gets_a_number(taken: tuple[str, ...], free: str) -> None:
-    assert _free_name("a", taken) == free
+    assert free_name("a", taken) == free
 
 
 def test_differences_name_both_values() -> None:

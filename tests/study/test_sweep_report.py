@@ -217,7 +217,7 @@ def test_rows_of_one_name_in_two_sweeps_are_compared(
         config = compose(["compression=int8"])
         write_run(tmp_path / sweep / "1", config, step_s=step_s, bleu=bleu)
     runs = [*from_folder(tmp_path / "a"), *from_folder(tmp_path / "b")]
-    report._compare(Results(runs))
+    report.compare(Results(runs))
     assert capsys.readouterr().out.splitlines() == [
         "a | b: no common setting differs",
         "int8+int8: b against a: -1.25, step time x1.50",

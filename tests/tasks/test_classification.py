@@ -86,7 +86,7 @@ def test_each_rank_keeps_only_what_it_may_see(
     assert views[TEXT].head is None and views[LABEL].head == Head("classes", 2)
     for fields in (LABEL, NONE):
         view = views[fields]
-        assert not view.vocabularies and not view._tokenizers and not view._pairs
+        assert not view.vocabularies and not view._pairs
         with pytest.raises(DataError, match="is no field visible here"):
             view.sentences("text")
     for fields in (TEXT, NONE):

@@ -87,11 +87,11 @@ def test_only_answers_are_guessed_in_a_chat(tmp_path: Path, folder: Path) -> Non
     batch = data.batch("train", torch.tensor([0]))
     text, label = batch["text"][0], batch["label"][0]
 
-    rendered = tokenizer._pretrained.decode(text)
+    rendered = tokenizer.pretrained.decode(text)
     assert rendered == (
         "<user>Who came?</s><assistant>Ana.</s><user>When?</s><assistant>On Monday.</s>"
     ), "what follows the last answer is left out"
-    assert tokenizer._pretrained.decode(learned(data)) == "Ana.</s>On Monday.</s>"
+    assert tokenizer.pretrained.decode(learned(data)) == "Ana.</s>On Monday.</s>"
     places = (label != NO_LABEL).nonzero()[:, 0]
     assert torch.equal(label[places], text[places + 1]), "each guesses the token behind it"
 
@@ -100,9 +100,9 @@ def test_a_chat_is_rendered_as_the_tokenizer_of_transformers_does(
     folder: Path, tmp_path: Path
 ) -> None:
     tokenizer = CausalTokenizer.load(folder)
-    theirs = tokenizer._pretrained.apply_chat_template(CHAT[:4], return_dict=False)
+    theirs = tokenizer.pretrained.apply_chat_template(CHAT[:4], return_dict=False)
     assert tokenizer.chat(CHAT[:4], "here").ids == theirs
-    asked = tokenizer._pretrained.apply_chat_template(
+    asked = tokenizer.pretrained.apply_chat_template(
         CHAT[:1], add_generation_prompt=True, return_dict=False
     )
     assert tokenizer.decode(tokenizer.prompt("Who came?")) == "Who came?", "it learns plain texts"
@@ -149,9 +149,9 @@ def test_plain_text_is_guessed_whole_and_ends_with_the_end_token(
     tokenizer = CausalTokenizer.load(folder)
     text, types, label = (batch[name][0] for name in ("text", "types", "label"))
 
-    assert tokenizer._pretrained.decode(text) == "One line.\nAnother.</s>Second text.</s>"
+    assert tokenizer.pretrained.decode(text) == "One line.\nAnother.</s>Second text.</s>"
     first = text[types == 0]
-    assert tokenizer._pretrained.decode(first) == "One line.\nAnother.</s>"
+    assert tokenizer.pretrained.decode(first) == "One line.\nAnother.</s>"
     assert label[: len(first)].tolist() == [*first[1:].tolist(), NO_LABEL]
 
 
@@ -226,7 +226,7 @@ def test_the_error_of_a_perplexity_is_over_documents_not_over_samples(
     for split in ("train", "dev", "test"):
         written(tmp_path, f"{split}.txt", "a" * 9, "", "b" * 9, "", "c" * 25)
     data = task(tmp_path, folder, max_length=20).load(ALL, 0)
-    assert data._documents["test"] == [[0, 1], [2], [2]]
+    assert data.documents["test"] == [[0, 1], [2], [2]]
     found = data.score("test", {0: [round(9e6), 9, round(27e6), 9], 1: [round(38e6), 19],
                                 2: [round(10e6), 5]})  # fmt: skip
     error = ratio_error([9, 27, 48], [9, 9, 24])
@@ -351,7 +351,7 @@ def test_a_template_gets_the_tools_documents_and_system_message_of_a_row(
     documents = [{"text": "It rained."}]
     row = {"messages": CHAT[:2], "tools": form, "documents": documents, "system": "Be brief."}
     data = of_rows(tmp_path, writing_all, row)
-    reader = CausalTokenizer.load(writing_all)._pretrained
+    reader = CausalTokenizer.load(writing_all).pretrained
     messages = [{"role": "system", "content": "Be brief."}, *CHAT[:2]]
     theirs = reader.apply_chat_template(messages, tools=TOOLS, documents=documents, tokenize=False)
     assert reader.decode(data.batch("train", torch.tensor([0]))["text"][0]) == theirs
@@ -382,7 +382,7 @@ def test_of_templates_with_names_the_one_is_taken_that_transformers_takes(
             of_rows(tmp_path, named, row)
         return
     data = of_rows(tmp_path, named, row)
-    reader = CausalTokenizer.load(named)._pretrained
+    reader = CausalTokenizer.load(named).pretrained
     theirs = reader.apply_chat_template(CHAT[:2], tools=tools, tokenize=False)
     assert reader.decode(data.batch("train", torch.tensor([0]))["text"][0]) == theirs
 
@@ -393,7 +393,7 @@ def test_a_call_of_a_tool_is_learned_without_content(
 ) -> None:
     called = {"role": "assistant", "content": content, "tool_calls": [CALL]}
     data = of_rows(tmp_path, writing_all, {"messages": [CHAT[0], called]})
-    reader = CausalTokenizer.load(writing_all)._pretrained
+    reader = CausalTokenizer.load(writing_all).pretrained
     assert json.loads(reader.decode(learned(data)).removesuffix("</s>")) == [CALL]
 
 
@@ -571,7 +571,7 @@ def test_chats_need_a_template_that_only_appends(tmp_path: Path, folder: Path) -
     with pytest.raises(DataError, match=r"here: a chat needs a chat template, and .* has none"):
         without.chat(CHAT, "here")
     rewriting = CausalTokenizer.load(folder)
-    rewriting._pretrained.chat_template = "{{ messages|length }}" + TEMPLATE
+    rewriting.pretrained.chat_template = "{{ messages|length }}" + TEMPLATE
     with pytest.raises(DataError, match="rewrites earlier turns"):
         rewriting.chat(CHAT, "here")
 
@@ -691,14 +691,14 @@ def test_the_first_test_chats_of_a_run_are_asked_beside_what_is_expected(
         text=text, experiment=SimpleNamespace(task=task(tmp_path, tokenizer=folder))
     )
     text.learns_chats = True
-    found = use._prompts(run, argparse.Namespace(chats=use.OWN_CHATS))
+    found = use.prompts_of(run, argparse.Namespace(chats=use.OWN_CHATS))
 
     assert [shown for shown, _ in found] == [
         "question   Who?\nexpected   Ana\ngenerated", "question   Thanks\ngenerated"
     ] * 2 + ["question   Who?\nexpected   Ana\ngenerated"]  # fmt: skip
-    assert text._pretrained.decode(found[0][1]) == "<user>Who?</s><assistant>"
+    assert text.pretrained.decode(found[0][1]) == "<user>Who?</s><assistant>"
     (tmp_path / "mine.jsonl").write_text(json.dumps(rows[0]))
-    assert use._prompts(run, argparse.Namespace(chats=str(tmp_path / "mine.jsonl"))) == found[:1]
+    assert use.prompts_of(run, argparse.Namespace(chats=str(tmp_path / "mine.jsonl"))) == found[:1]
 
 
 @pytest.mark.parametrize("fields", [ALL, frozenset({"label"})], ids=["all", "labels only"])

@@ -83,7 +83,7 @@ def load(
 
 def documents(data: PreferenceData, tokenizer: Path) -> list[tuple[str, str]]:
     """Of the first pair: each answer's whole text, and what of it is to be guessed."""
-    read = CausalTokenizer.load(tokenizer)._pretrained
+    read = CausalTokenizer.load(tokenizer).pretrained
     batch = data.batch("train", torch.tensor([0]))
     text, types, label = (batch[name][0] for name in ("text", "types", "label"))
     assert sorted(set(types.tolist())) == [0, 1]

@@ -76,10 +76,10 @@ def test_labels_point_at_the_answer_and_every_answer_is_in_a_window(
         if first:
             assert begin <= first <= last
             text = decode(batch["text"][i, first : last + 1].tolist())
-            found[data._windows["train"].question_of[i]] = text
+            found[data.windows["train"].question_of[i]] = text
         else:
             assert last == 0
-    answers = data._windows["train"].asked.texts["answers"]
+    answers = data.windows["train"].asked.texts["answers"]
     assert sorted(found) == list(range(30))
     for number, text in found.items():
         assert text.lower() == answers[number][0][0].lower()
@@ -148,8 +148,8 @@ def test_a_rank_that_sees_nothing_keeps_the_sizes_alone(data: QuestionAnsweringD
     assert view.fingerprint() == data.fingerprint()
     assert view.num_samples("test") == data.num_samples("test")
     assert set(view.batch("train", torch.arange(3))) == {"ids"}
-    assert view.head is None and not view._tokenizers
-    assert not view._windows and not view._columns
+    assert view.head is None and not view.vocabularies
+    assert not view.windows and not view._columns
     with pytest.raises(DataError, match="is no field visible here"):
         view.sentences("text")
     with pytest.raises(DataError, match="'label' is no field visible here"):

@@ -123,7 +123,7 @@ def test_each_cloud_sees_its_side_only_and_all_agree(
 
 
 def test_nothing_of_the_other_sides_text_is_kept(task: Translation) -> None:
-    english = task.load(BOTH, 1)._references["dev"][0]
+    english = task.load(BOTH, 1).references["dev"][0]
     held, todo = set[int](), [task.load(SOURCE, 1)]
     while todo:  # everything that can be reached from the view of the source cloud
         item = todo.pop()
@@ -189,7 +189,7 @@ def test_empty_sides_stay_samples(task: Translation, tmp_path: Path) -> None:
 
 
 def test_perfect_output_scores_100_and_worse_output_less(data: TranslationData) -> None:
-    references = data._references["test"]
+    references = data.references["test"]
     encode = data.tokenizer("target").encode
     perfect = {i: encode([text])[0] for i, text in enumerate(references)}
     assert data.score("test", perfect).values == pytest.approx({"bleu": 100.0, "chrf": 100.0})
@@ -206,7 +206,7 @@ def test_perfect_output_scores_100_and_worse_output_less(data: TranslationData) 
 def test_every_sentence_has_its_scores_and_the_counts_that_corpus_scores_are_made_of(
     data: TranslationData,
 ) -> None:
-    encode, references = data.tokenizer("target").encode, data._references["test"]
+    encode, references = data.tokenizer("target").encode, data.references["test"]
     said = {i: encode([text])[0][: 5 + i % 5] for i, text in enumerate(references)}
     outputs = [data.decode(ids) for ids in said.values()]
     scores = data.score("test", said)
@@ -225,7 +225,7 @@ def test_every_sentence_has_its_scores_and_the_counts_that_corpus_scores_are_mad
 
 def test_only_the_predicted_samples_are_scored(data: TranslationData) -> None:
     encode = data.tokenizer("target").encode
-    some = {i: encode([data._references["dev"][i]])[0] for i in (3, 11)}
+    some = {i: encode([data.references["dev"][i]])[0] for i in (3, 11)}
     assert data.score("dev", some).values["bleu"] == pytest.approx(100.0)
     with pytest.raises(ValueError, match="no predictions"):
         data.score("dev", {})
@@ -247,7 +247,7 @@ def test_bleu_cuts_text_as_its_language_is_written(
     chinese = copy.copy(data)
     chinese._task = replace(task, target=target)
     references = ["今天天气很好。", "我喜欢吃苹果和香蕉。", "他在北京大学学习中文。"]
-    chinese._references = {"test": references}
+    chinese.references = {"test": references}
     outputs = ["今天天气很好。", "我喜欢吃苹果和橙子。", "他在北京大学学习中文。"]
     chinese.decode = lambda ids: outputs[ids[0]]  # type: ignore[method-assign]
 
@@ -276,7 +276,7 @@ def test_sample_outputs_show_source_reference_and_output(data: TranslationData) 
     scores = data.score("test", {4: output, 2: output, 9: output})
     text = data.sample_outputs("test", scores, count=2)
     assert text.count("A guess.") == 2
-    assert data._references["test"][2] in text and data._references["test"][9] not in text
+    assert data.references["test"][2] in text and data.references["test"][9] not in text
     assert text.count("source ") == 2
 
 

@@ -32,7 +32,7 @@ def test_sets_are_joined_and_bare_ampersands_allowed(tmp_path: Path) -> None:
     corpus = read(write_archive(tmp_path))
     assert corpus.splits["dev"].texts["target"] == ["en R&D 1 x", "en R&D 2 x", "en R&D 3 x"]
     assert corpus.splits["test"].num_rows == 9
-    assert wit3._clean("&amp;lt;b&amp;gt; &quot;R&D&apos;") == "&lt;b&gt; \"R&D'"
+    assert wit3.clean("&amp;lt;b&amp;gt; &quot;R&D&apos;") == "&lt;b&gt; \"R&D'"
     assert read(tmp_path, test=["tst2011"]).splits["test"].num_rows == 3
 
 

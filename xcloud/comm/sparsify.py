@@ -27,7 +27,7 @@ class _Sparse(Compressor):
     or all are looked at, and of these the largest are sent, or all.
 
     Wire: the items sent in the tensor's dtype; if they are the largest, their positions uint8, see
-    `_SortedPositions`; if they were drawn, the seed int64 [1] (8 bytes).
+    `SortedPositions`; if they were drawn, the seed int64 [1] (8 bytes).
     """
 
     family: ClassVar[Family] = "sparse"
@@ -54,7 +54,7 @@ class _Sparse(Compressor):
         num_seen, num_kept = self._numbers(num_items)
         specs = [TensorSpec(shape=(num_kept, *item), dtype=spec.dtype)]
         if self._sends_largest:
-            num_bytes = _SortedPositions(num_kept, numel=num_seen).num_bytes
+            num_bytes = SortedPositions(num_kept, numel=num_seen).num_bytes
             specs.append(TensorSpec(shape=(num_bytes,), dtype=torch.uint8))
         if isinstance(self, Draws):
             specs.append(TensorSpec(shape=(1,), dtype=torch.int64))
@@ -76,7 +76,7 @@ class _Sparse(Compressor):
             positions = _largest(self._magnitudes(sent), num_kept)
             sent = sent.index_select(0, positions)
             # In front of the seed, as `wire_specs` promises.
-            parts.insert(0, _SortedPositions(num_kept, numel=num_seen).encode(positions))
+            parts.insert(0, SortedPositions(num_kept, numel=num_seen).encode(positions))
         if isinstance(self, Draws) and num_kept:
             # Of a random choice most NaN would never be sent.
             if not bool(torch.stack(torch.aminmax(items)).isfinite().all()):
@@ -88,7 +88,7 @@ class _Sparse(Compressor):
         shape = self._shape(spec)
         num_seen, num_kept = self._numbers(shape[0])
         if self._sends_largest:
-            positions = _SortedPositions(num_kept, numel=num_seen).decode(places[0])
+            positions = SortedPositions(num_kept, numel=num_seen).decode(places[0])
         if isinstance(self, Draws):
             drawn = _drawn(num_seen, numel=shape[0], seed=int(places[-1])).to(values.device)
             positions = drawn.index_select(0, positions) if self._sends_largest else drawn
@@ -204,7 +204,7 @@ class RandomTopK(Draws, _Sparse):
 
 
 @lru_cache(maxsize=1024)  # a message asks for the same one four times
-class _SortedPositions:
+class SortedPositions:
     """Code k ascending positions below N; the number of bytes depends on k and N alone.
 
     A bitmap (N bits), or Elias-Fano coding where that is shorter (below a rate of about 0.4): the

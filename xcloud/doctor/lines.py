@@ -169,7 +169,7 @@ def check_lines(
             say(f"trying the line to {names}, for up to {human_duration(wait_s)} …", error=True)
         for trial in trials:
             trial.thread.join()
-            findings += _of_trial(case, trial=trial, refused=refused)
+            findings += trial_findings(case, trial=trial, refused=refused)
     finally:
         # Closed even if a trial failed: the run listens at the same port.
         if listener is not None:
@@ -184,7 +184,7 @@ def own_facts(digest: str) -> Facts:
     return Facts(xcloud.__version__, code, torch.__version__, platform.python_version(), digest)
 
 
-def _of_trial(case: Case, trial: LineTrial, refused: Sequence[str]) -> Iterator[Finding]:
+def trial_findings(case: Case, trial: LineTrial, refused: Sequence[str]) -> Iterator[Finding]:
     cloud = trial.peer
     addresses = case.layout.clouds[cloud if trial.dials else case.cloud].addresses
     relay = f"the relay {case.layout.relay}"
@@ -227,7 +227,7 @@ def _of_trial(case: Case, trial: LineTrial, refused: Sequence[str]) -> Iterator[
         fact=human_seconds(found.round_trip_s),
         round_trip_s=found.round_trip_s,
     )
-    yield _clock(peer, found.clock_ahead_s)
+    yield clock_finding(peer, found.clock_ahead_s)
     yield _bandwidth(peer, found=found)
     yield _connections(peer, found=found)
     yield _control(peer, used=trial.congestion_control)
@@ -235,7 +235,7 @@ def _of_trial(case: Case, trial: LineTrial, refused: Sequence[str]) -> Iterator[
     out, back = (
         num_bytes // max(1, len(addresses)) for num_bytes in bytes_per_step(case, peer=cloud)
     )
-    yield _step(peer, out=out, back=back, found=found)
+    yield step_finding(peer, out=out, back=back, found=found)
 
 
 def _compared(peer: str, own: Facts, theirs: Facts) -> Iterator[Finding]:
@@ -268,7 +268,7 @@ def _compared(peer: str, own: Facts, theirs: Facts) -> Iterator[Finding]:
         )
 
 
-def _clock(peer: str, ahead_s: float) -> Finding:
+def clock_finding(peer: str, ahead_s: float) -> Finding:
     name = f"clock of {peer}"
     fact = f"{human_seconds(abs(ahead_s))} {'ahead of' if ahead_s > 0 else 'behind'} this one"
     advice = "set both clocks by NTP (timedatectl set-ntp true)"
@@ -333,7 +333,7 @@ def _control(peer: str, used: str | None) -> Finding:
     )
 
 
-def _step(peer: str, out: int, back: int, found: LineFigures) -> Finding:
+def step_finding(peer: str, out: int, back: int, found: LineFigures) -> Finding:
     """Say how long the line is busy in a step, from what the settings send at most.
 
     out, back: bytes of a step, each way.

@@ -96,11 +96,11 @@ def lead(tls: socket.socket, peer: str, facts: Facts) -> LineFigures:
     # Who has dialled speaks first, as it leads.
     talk.send(DoctorMessage.FACTS, json.dumps(facts._asdict()).encode())
     theirs = unpack_facts(talk.receive(DoctorMessage.FACTS), peer=peer)
-    round_trip_s, clock_ahead_s = _ping(talk)
+    round_trip_s, clock_ahead_s = ping(talk)
     # Up first, then down: together they would share the processors of small machines.
     _send_bulk(talk)
     sent = talk.receive_rate()
-    received = _receive_bulk(talk)
+    received = receive_bulk(talk)
     talk.send(DoctorMessage.RATE, _NUMBER.pack(received))
     talk.send(DoctorMessage.FIGURES, _FIGURES.pack(round_trip_s, clock_ahead_s))
     talk.receive(DoctorMessage.END)
@@ -115,7 +115,7 @@ def follow(tls: socket.socket, peer: str, facts: Facts) -> LineFigures:
     for _ in range(_NUM_PINGS):
         talk.receive(DoctorMessage.PING)
         talk.send(DoctorMessage.PONG, _NUMBER.pack(time.time()))
-    received = _receive_bulk(talk)
+    received = receive_bulk(talk)
     talk.send(DoctorMessage.RATE, _NUMBER.pack(received))
     _send_bulk(talk)
     sent = talk.receive_rate()
@@ -194,7 +194,7 @@ class _Talk:
         return bytes(data)
 
 
-def _ping(talk: _Talk) -> tuple[float, float]:
+def ping(talk: _Talk) -> tuple[float, float]:
     """Return the round trip and by how much the peer's clock is ahead, of the quickest answer."""
     answers = []
     for _ in range(_NUM_PINGS):
@@ -216,7 +216,7 @@ def _send_bulk(talk: _Talk) -> None:
     talk.send(DoctorMessage.END)
 
 
-def _receive_bulk(talk: _Talk) -> float:
+def receive_bulk(talk: _Talk) -> float:
     """Return at how many bytes per second the peer's data comes, once TCP has found its rate."""
     began_s = time.monotonic()
     # The sender stops by its own clock, after BULK_S; the rest is room for a slow line.

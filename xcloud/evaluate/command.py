@@ -129,10 +129,10 @@ def _on_texts(generator: TextGenerator, file: Path) -> tuple[dict[str, Any], str
     ]
     known = read_summary(generator.folder.parent).get(EVALUATION, {})
     scores["file"] = str(file.resolve())
-    return {_key_of(file.resolve(), known=known): scores}, "\n".join(lines)
+    return {key_of(file.resolve(), known=known): scores}, "\n".join(lines)
 
 
-def _key_of(file: Path, known: Mapping[str, Any]) -> str:
+def key_of(file: Path, known: Mapping[str, Any]) -> str:
     """Return what the scores of a file are called: folder and file, and more of the path where
     another file is called so already.
 

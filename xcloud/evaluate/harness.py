@@ -33,15 +33,16 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     Texts begin with the begin token where the tokenizer itself writes one.
 
+    generator: the trained run that is asked.
     chats: texts are what the chat template has written, which writes that token itself.
     cached: a text that is written on goes through the stages token by token, else whole each time.
     """
 
     def __init__(self, generator: TextGenerator, chats: bool, cached: bool) -> None:
         super().__init__()
-        self._generator = generator
-        self._chats = chats
-        self._cached = cached
+        self.generator = generator
+        self.chats = chats
+        self.cached = cached
         experiment = generator.experiment
         batch = experiment.training.eval_batch_size
         self._max_batch_tokens = batch * experiment.task.max_length  # as in the run's evaluation
@@ -54,25 +55,25 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     @property
     def eot_token_id(self) -> int:
-        return int(self._generator.text.token_ids.eos)
+        return int(self.generator.text.token_ids.eos)
 
     @property
     def prefix_token_id(self) -> int:
         """Return what a text is scored behind that has no context: the begin token, or the end
         token if there is none."""
-        return int(self._generator.text.token_ids.bos)
+        return int(self.generator.text.token_ids.bos)
 
     @property
     def tokenizer_name(self) -> str:
-        return str(self._generator.folder)
+        return str(self.generator.folder)
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: object
     ) -> list[int]:
-        text = self._generator.text
+        text = self.generator.text
         # What the chat template has written holds its special tokens as text, and its own begin
         # token.
-        if self._chats:
+        if self.chats:
             return list(text.encode_written(string))
         if add_special_tokens is None:
             return list(text.encode_itself(string))
@@ -83,7 +84,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     ) -> str:
         """Return a chat up to where the answer is to begin, or, without add_generation_prompt, up
         to where it is to go on: the last message is then its beginning (a task's gen_prefix)."""
-        text = self._generator.text
+        text = self.generator.text
         if not add_generation_prompt:
             return str(text.begun(chat_history, where="a task's chat"))
         return str(text.render(chat_history, ask=True, where="a task's chat"))
@@ -189,7 +190,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             TYPES: torch.zeros_like(ids),
             LABEL: labels,
         }
-        return self._generator.ask_last(batch, lambda last, *given: last.likelihoods(*given))
+        return self.generator.ask_last(batch, lambda last, *given: last.likelihoods(*given))
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         asked = [(request, _understood(request.args[1])) for request in requests]
@@ -224,14 +225,14 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         """Return what follows, up to an end token or the first of the strings `until`."""
         temperature = float(how.get("temperature", 1.0)) if how["do_sample"] else 0.0
         choice = Choice(temperature, top_p=float(how.get("top_p", 1.0)), draw=self._draw)
-        text = self._generator.text
+        text = self.generator.text
         ends = text.special_ids(how["until"])
         stops = [stop for stop in how["until"] if stop]
         ids: list[int] = []
         # Each token is decoded with all before it: a stop string may begin in the middle of a
         # token, and a character may be made of several tokens.
-        for token in self._generator.tokens_after(
-            given, how["max_gen_toks"], choice, self._cached, ends
+        for token in self.generator.tokens_after(
+            given, how["max_gen_toks"], choice, self.cached, ends
         ):
             ids.append(token)
             written = text.decode(ids)

@@ -193,7 +193,7 @@ def invite(words: Sequence[str]) -> int:
     parser.add_argument("--yes", action="store_true", help="approve it without a question")
     given = parser.parse_args(words)
     _check_library()
-    with _policy_of(given.cloud) as is_first:
+    with policy_of(given.cloud) as is_first:
         return _invite(given, is_first)
 
 
@@ -212,7 +212,7 @@ def _invite(given: argparse.Namespace, is_first: bool) -> int:
     relay = given.relay or getattr(layout, "relay", None)
     if relay is None:
         raise ConfigError("the file has no cluster.relay: name a relay by --relay HOST:PORT")
-    own = _own_certificate(given.cloud)
+    own = own_certificate(given.cloud)
     # The code is shown by _wait_at, then nothing happens until the other owner types it.
     plain, code = _wait_at(relay)
     with plain:
@@ -220,7 +220,7 @@ def _invite(given: argparse.Namespace, is_first: bool) -> int:
         message = {"from": given.cloud, "for": peer, "certificate": own.pem}
         exchange.send_message({**message, "file": found[0].decode()})
         [certificate] = exchange.receive_message("certificate")
-    return _agree(
+    return agree(
         given.experiment, given.cloud, peer, pem=certificate, is_first=is_first, yes=given.yes
     )
 
@@ -251,11 +251,11 @@ def accept(words: Sequence[str]) -> int:
             "from", "for", "certificate", "file"
         )
         # From here on this cloud has a policy, which the key lies beside.
-        with _policy_of(me) as is_first:
-            exchange.send_message({"certificate": _own_certificate(me).pem})
+        with policy_of(me) as is_first:
+            exchange.send_message({"certificate": own_certificate(me).pem})
             replace_text(given.out, text)
             say(f"{given.out} came from the owner of {peer}; this cloud is {me}\n")
-            return _agree(given.out, me, peer, pem=certificate, is_first=is_first, yes=given.yes)
+            return agree(given.out, me, peer, pem=certificate, is_first=is_first, yes=given.yes)
 
 
 def _check_library() -> None:
@@ -291,7 +291,7 @@ def _wait_at(relay: str) -> tuple[socket.socket, Code]:
 
 
 @contextmanager
-def _policy_of(me: str) -> Iterator[bool]:
+def policy_of(me: str) -> Iterator[bool]:
     """Yield whether this cloud has no policy yet. Then it gets one that allows nothing, which goes
     again if no file is approved.
 
@@ -319,7 +319,7 @@ def _policy_of(me: str) -> Iterator[bool]:
             where.unlink()
 
 
-def _own_certificate(me: str) -> Certificate:
+def own_certificate(me: str) -> Certificate:
     """Return this cloud's certificate; its key is made where there is none."""
     folder = policy_file().parent
     # A key that is there may be known to others already.
@@ -328,13 +328,13 @@ def _own_certificate(me: str) -> Certificate:
     return make_key(me, folder)
 
 
-def _agree(file: Path, me: str, peer: str, pem: str, is_first: bool, yes: bool) -> int:
+def agree(file: Path, me: str, peer: str, pem: str, is_first: bool, yes: bool) -> int:
     """Keep the other cloud's certificate, show what `approve` shows, and ask.
 
     is_first: True if this cloud's policy is to allow this file and no other.
     Return the exit code of `approve`.
     """
-    _keep_certificate(peer, pem)
+    keep_certificate(peer, pem)
     where = policy_file()
     known = {"peers": {peer: [f"{peer}.pem"]}}
     if is_first:
@@ -354,7 +354,7 @@ def _agree(file: Path, me: str, peer: str, pem: str, is_first: bool, yes: bool) 
     return approval.main([str(file), *(["--yes"] if yes else [])])
 
 
-def _keep_certificate(peer: str, pem: str) -> None:
+def keep_certificate(peer: str, pem: str) -> None:
     """Write the certificate of another cloud beside the policy. Raises ConfigError for one that is
     none, or where another lies there."""
     check_name("the name of the other cloud", name=peer, spoken=True)

@@ -242,7 +242,7 @@ def join(
     )
     with owned(run_dir):
         check_unfinished(job, run_dir)
-        say(_lines_in_words(layout, cloud, ranks))
+        say(lines_in_words(layout, cloud, ranks))
         # An ingress sees of a line only the name in its TLS hello, and must choose the rank by it.
         if listen is not None:
             say(labels_in_words(layout, cloud))
@@ -291,7 +291,7 @@ def labels_in_words(layout: ClusterLayout, cloud: str) -> str:
     return f"names in the TLS hello, for an ingress: {names}"
 
 
-def _lines_in_words(layout: ClusterLayout, cloud: str, ranks: Sequence[int]) -> str:
+def lines_in_words(layout: ClusterLayout, cloud: str, ranks: Sequence[int]) -> str:
     """Say to which clouds this one has a line, and which end of it dials. ranks: of this
     machine."""
     if isinstance(layout.wan, Mailbox):

@@ -66,8 +66,8 @@ class JoinedProcess(RankProcess):
         self._attempt = attempt
         self._listen = listen
         self._meet_at = meet_at
-        self._detector: FailureDetector | None = None
-        self._lines: OwnersLines | None = None
+        self.detector: FailureDetector | None = None
+        self.lines: OwnersLines | None = None
 
     def rendezvous(self, job: Job) -> Rendezvous:
         layout = job.cluster
@@ -80,7 +80,7 @@ class JoinedProcess(RankProcess):
             name_of=lambda mate: rank_name(job, mates[mate]),
             on_lost=self._end_alone,
         )
-        self._detector = detector
+        self.detector = detector
         # Ranks of one cloud trust each other: they share a store, on one machine through a file.
         store: Store
         if len(mates) == 1:
@@ -100,7 +100,7 @@ class JoinedProcess(RankProcess):
             )
         else:
             lines = SealedLines(place, keys, say=self._say, on_lost=detector.end)
-        self._lines = lines
+        self.lines = lines
         self.state.lines = lambda: lines.texts
         self.asked.before_exit = lines.abandon
         return SealedRendezvous(
@@ -159,8 +159,8 @@ class JoinedProcess(RankProcess):
 
     @contextmanager
     def taking_part(self, role: Role[Any], final_report: Callable[[], None]) -> Iterator[None]:
-        lines = self._lines
-        detector = self._detector
+        lines = self.lines
+        detector = self.detector
         assert lines is not None and detector is not None, "they are there from the rendezvous on"
         detector.connected(bool, final_report)
         with super().taking_part(role, final_report):
@@ -173,11 +173,11 @@ class JoinedProcess(RankProcess):
         lines.close()
 
     def fail(self, error: BaseException) -> int:
-        if self._detector is not None:
-            self._detector.close()
+        if self.detector is not None:
+            self.detector.close()
         code = super().fail(error)
-        if self._lines is not None:
-            self._lines.abandon()
+        if self.lines is not None:
+            self.lines.abandon()
         return code
 
 

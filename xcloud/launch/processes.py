@@ -213,12 +213,12 @@ class LocalRanks:
         """
         try:
             # `meanwhile` follows the run's events, many times a second.
-            while not self._is_over(have_joined=meanwhile()):
+            while not self.is_over(have_joined=meanwhile()):
                 time.sleep(POLL_EVERY_S)
         finally:
             self.end()
 
-    def _is_over(self, have_joined: bool) -> bool:
+    def is_over(self, have_joined: bool) -> bool:
         """Return whether the run is over. The first condition that applies decides:
 
         a rank stopped before all joined, longer than     the run has stopped, since those that

@@ -91,7 +91,7 @@ class Relay:
         )
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        caller = _RelayedCaller(reader, writer, crowd=_crowd(writer.get_extra_info("peername")))
+        caller = _RelayedCaller(reader, writer, crowd=crowd_of(writer.get_extra_info("peername")))
         self._crowds[caller.crowd] += 1
         try:
             if self._is_full(caller.crowd):
@@ -223,7 +223,7 @@ class Relay:
         return True
 
 
-def _crowd(peer: tuple[str, int]) -> str:
+def crowd_of(peer: tuple[str, int]) -> str:
     """Return the address that one owner has: of IPv6 the network, which has 2^64 of them."""
     address = ipaddress.ip_address(peer[0].partition("%")[0])
     if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is None:

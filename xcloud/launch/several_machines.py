@@ -57,22 +57,22 @@ class TorchrunProcess(RankProcess):
         super().__init__(file, run_dir, rank, says=self.is_first_here and rank != 0)
         leave_ending(rank, ending=Ending.FAILED)  # if it says nothing else
         self.asked.before_exit = partial(leave_ending, rank, Ending.STOPPED)
-        self._cloud = cloud
-        self._monitor: subprocess.Popen[bytes] | None = None
-        self._detector: FailureDetector | None = None
+        self.cloud = cloud
+        self.monitor: subprocess.Popen[bytes] | None = None
+        self.detector: FailureDetector | None = None
 
     def read(self) -> Settings:
         settings = given.read_shared(self.file, run_dir=self.run_dir)  # it comes from elsewhere
         me = this_clouds_policy().me
         if settings.job.cluster.between_owners:
             raise ConfigError(f"cluster/wan=sealed and mailbox: {START_EACH_CLOUD}")
-        _check_cloud(settings.job, rank=self.rank, cloud=self._cloud, me=me)
+        _check_cloud(settings.job, rank=self.rank, cloud=self.cloud, me=me)
         return settings
 
     def rendezvous(self, job: Job) -> Rendezvous:
         # Where a cloud may be late, silence is no loss: who needs whom is the role's to say.
         needs = partial(is_needed, job, self.rank) if job.roster.is_elastic else bool
-        self._detector = FailureDetector(
+        self.detector = FailureDetector(
             rank=self.rank,
             num_ranks=job.cluster.num_ranks,
             liveness=job.cluster.liveness,
@@ -81,7 +81,7 @@ class TorchrunProcess(RankProcess):
             needs=needs,
         )
         return rendezvous_under_torchrun(
-            job, rank=self.rank, run_dir=self.run_dir, detector=self._detector, say=self._say
+            job, rank=self.rank, run_dir=self.run_dir, detector=self.detector, say=self._say
         )
 
     def _say(self, text: str) -> None:
@@ -91,7 +91,7 @@ class TorchrunProcess(RankProcess):
 
     @contextmanager
     def taking_part(self, role: Role[Any], final_report: Callable[[], None]) -> Iterator[None]:
-        detector = self._detector
+        detector = self.detector
         assert detector is not None, "there is one from the rendezvous on"
         detector.connected(role.needs, final_report)
         try:
@@ -106,7 +106,7 @@ class TorchrunProcess(RankProcess):
     def play(self, settings: Settings, rendezvous: Rendezvous, verdict: Verdict) -> bool:
         """Run what all ranks have agreed on; one rank of each machine says how it goes."""
         job = settings.job
-        _check_started(job)
+        check_started(job)
         check_unfinished(job, run_dir=self.run_dir)
         if self.is_first_here:
             keep_experiment(self.file, settings, run_dir=self.run_dir)
@@ -116,7 +116,7 @@ class TorchrunProcess(RankProcess):
         if self.is_first_here and self.rank:
             self.state.listener = OwnProgress.of(job, self.rank, say=self._say).on_event
         if self.rank == 0:
-            self._monitor = _start_monitor(self.run_dir, file=self.file)
+            self.monitor = start_monitor(self.run_dir, file=self.file)
         is_stopped = super().play(settings, rendezvous, verdict)
         if is_stopped:
             # Its torchrun must not start it again, in any cloud.
@@ -131,9 +131,9 @@ class TorchrunProcess(RankProcess):
             say(f"this cloud's part of the model: {model.resolve()}")
         for clock in self.run_dir.glob("link-*.clock"):  # of emulated links, which have closed
             clock.unlink(missing_ok=True)
-        if self._monitor is not None:
+        if self.monitor is not None:
             self.state.enter("waiting for the monitor")
-            if await_monitor(self._monitor) < 0:
+            if await_monitor(self.monitor) < 0:
                 (self.run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # of an earlier attempt
                 again = ["monitor", str(self.run_dir), "--experiment", str(self.file), "--again"]
                 say(
@@ -143,8 +143,8 @@ class TorchrunProcess(RankProcess):
         return is_stopped
 
     def fail(self, error: BaseException) -> int:
-        if self._detector is not None:
-            self._detector.close()
+        if self.detector is not None:
+            self.detector.close()
         if isinstance(error, ConfigError | DataError):
             leave_ending(self.rank, ending=Ending.REFUSED)
         code = super().fail(error)
@@ -166,9 +166,9 @@ class TorchrunProcess(RankProcess):
     def _say_how_to_go_on(self) -> None:
         """Print what left and what is saved, behind the table of the failed run, which the monitor
         finishes before the starting command ends."""
-        if self._monitor is not None:
+        if self.monitor is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._monitor.wait(TABLE_WITHIN_S)
+                self.monitor.wait(TABLE_WITHIN_S)
         self._say_what_left()
         self._say_last_checkpoint()
 
@@ -187,7 +187,7 @@ def keep_experiment(file: Path, settings: Settings, run_dir: Path) -> None:
             settings.write(kept)
 
 
-def _start_monitor(run_dir: Path, file: Path) -> subprocess.Popen[bytes]:
+def start_monitor(run_dir: Path, file: Path) -> subprocess.Popen[bytes]:
     """Start the process that follows the events of rank 0, as no launcher watches the run."""
     drop_unfinished(run_dir)
     past = sum(1 for _ in EventReader(path=run_dir / EVENTS_FILE, warn=False))
@@ -206,7 +206,7 @@ def await_monitor(monitor: subprocess.Popen[bytes], note_s: float = MONITOR_NOTE
             say(f"the run is done; process {monitor.pid} still writes its record")
 
 
-def _check_started(job: Job) -> None:
+def check_started(job: Job) -> None:
     """Raise ConfigError unless torchrun has started as many ranks as the job has.
 
     Called once the ranks have agreed on the file: its number of ranks is then the same in all.

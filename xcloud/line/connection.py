@@ -301,7 +301,7 @@ class Connections:
             reconnect_s=stream.reconnect_s,
         )
         self._stop = threading.Event()
-        self._of = stream.num_connections
+        self.of = stream.num_connections
         self._lock = threading.Lock()
         self._wakers: dict[int, Waker] = {}
         self._threads: dict[int, threading.Thread] = {}
@@ -337,7 +337,7 @@ class Connections:
     @property
     def _num(self) -> int:
         """How many connections there should be, as far as that is known."""
-        return max(1, self._of)
+        return max(1, self.of)
 
     def start(self, number: int = 0) -> None:
         """Start a thread for one connection. The others follow once the first is made, as the rank
@@ -405,7 +405,7 @@ class Connections:
             self._let_go(number, waker)
 
     def _hello(self, number: int) -> Hello:
-        return self._end.hello()._replace(connection=number, of=self._of)
+        return self._end.hello()._replace(connection=number, of=self.of)
 
     def _keep_up(self, number: int, waker: Waker) -> None:
         pause_s = _FIRST_PAUSE_S
@@ -463,7 +463,7 @@ class Connections:
             # The rank that dials chose the number from the round trip, and may choose another one
             # as long as nothing was carried.
             if not self.course.has_carried:
-                self._of = made.of
+                self.of = made.of
             heard()
             self._end.begin(number, made.of, made.expected)
             self.course.met()

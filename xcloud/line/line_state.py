@@ -152,7 +152,7 @@ class Course:
         self._reconnect_s = reconnect_s
         self._lock = threading.Lock()
         self._has_met = False
-        self._carrying: set[int] = set()  # connections
+        self.carrying: set[int] = set()  # connections
         self._num_empty = 0  # connections in a row that carried nothing
         self._since_s = time.monotonic()  # since when no data pass
         # When it ends once all messages have been carried; from then on a disconnect no longer
@@ -171,10 +171,10 @@ class Course:
     def carries(self, number: int) -> None:
         """Note that data pass over a connection."""
         # Called for each piece, so the usual case takes no lock.
-        if number in self._carrying:
+        if number in self.carrying:
             return
         with self._lock:
-            self._carrying.add(number)
+            self.carrying.add(number)
             # In a row: one connection that carries shows that long packets do pass.
             self._num_empty = 0
             self.has_carried = True
@@ -186,12 +186,12 @@ class Course:
         Raises as `failed` does.
         """
         with self._lock:
-            has_carried = number in self._carrying
-            self._carrying.discard(number)
+            has_carried = number in self.carrying
+            self.carrying.discard(number)
             if not has_carried:
                 self._num_empty += 1
             # The outage begins with this cut, however long the connection was up before.
-            elif not self._carrying:
+            elif not self.carrying:
                 self._since_s = time.monotonic()
         # All messages have been carried in the other case, so that the end of a connection is what
         # both sides want and no cut.
@@ -208,7 +208,7 @@ class Course:
         too long.
         """
         with self._lock:
-            if self._carrying:
+            if self.carrying:
                 return False  # the others carry on
             since_s = self._since_s
         now_s = time.monotonic()

@@ -117,19 +117,19 @@ class ObjectStore:
         self.url = url
         self.over = threading.Event()
         """Set: this rank has ended, and no call is made again."""
-        self._patience_s = patience_s
+        self.patience_s = patience_s
         try:
-            self._fs, root = url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
+            self.fs, root = url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
             self._root = root.rstrip("/")
-            self._is_local = isinstance(self._fs, LocalFileSystem)
-            if self._is_local and not os.path.isdir(self._root):
+            self.is_local = isinstance(self.fs, LocalFileSystem)
+            if self.is_local and not os.path.isdir(self._root):
                 raise FileNotFoundError("there is no such folder")
             # A key that may read and not write would be noticed only at the first message
             # otherwise.
             if writes:
                 probe = f"probe-{secrets.token_hex(8)}"
-                self._put(probe, b"xcloud")
-                self._fs.rm_file(f"{self._root}/{probe}")
+                self.put_once(probe, b"xcloud")
+                self.fs.rm_file(f"{self._root}/{probe}")
         except Exception as error:  # whatever the store's own library raises
             can = "write to" if writes else "read"
             raise ConfigError(
@@ -139,12 +139,12 @@ class ObjectStore:
 
     def put(self, name: str, data: Parts) -> None:
         """Write an object. Nobody sees a part of it."""
-        self._patiently(lambda: self._put(name, data), doing=f"writing {name}")
+        self.patiently(lambda: self.put_once(name, data), doing=f"writing {name}")
 
     def try_put(self, name: str, data: Parts) -> None:
         """Write an object, unless that fails."""
         with contextlib.suppress(Exception):
-            self._put(name, data)
+            self.put_once(name, data)
 
     def get(self, name: str, max_bytes: int) -> bytes | None:
         """Return at most max_bytes + 1 of an object; None if it is not there."""
@@ -154,16 +154,16 @@ class ObjectStore:
                 # By name: s3fs takes a version where other stores take the first byte. One byte
                 # more than is allowed is read, so that a longer object is noticed and never read
                 # as a whole.
-                data: bytes = self._fs.cat_file(f"{self._root}/{name}", start=0, end=max_bytes + 1)
+                data: bytes = self.fs.cat_file(f"{self._root}/{name}", start=0, end=max_bytes + 1)
                 return data
             except FileNotFoundError:
                 return None
 
-        return self._patiently(read, doing=f"reading {name}")
+        return self.patiently(read, doing=f"reading {name}")
 
     def sizes(self, folder: str) -> dict[str, int]:
         """Return the bytes of each object in a folder. Raises FrameError if there are too many."""
-        listed = self._patiently(lambda: self._list(folder), doing=f"listing {folder}")
+        listed = self.patiently(lambda: self._list(folder), doing=f"listing {folder}")
         if len(listed) > _MAX_LISTED:
             raise FrameError(f"the mailbox {self.url} holds {len(listed):,} objects for one rank")
         return {
@@ -176,22 +176,22 @@ class ObjectStore:
     def delete(self, name: str) -> None:
         def remove() -> None:
             with contextlib.suppress(FileNotFoundError):
-                self._fs.rm_file(f"{self._root}/{name}")
+                self.fs.rm_file(f"{self._root}/{name}")
 
-        self._patiently(remove, doing=f"deleting {name}")
+        self.patiently(remove, doing=f"deleting {name}")
 
     def _list(self, folder: str) -> list[dict[str, object]]:
         try:
-            return list(self._fs.ls(f"{self._root}/{folder}".rstrip("/"), detail=True))
+            return list(self.fs.ls(f"{self._root}/{folder}".rstrip("/"), detail=True))
         except FileNotFoundError:
             return []
 
-    def _put(self, name: str, data: Parts) -> None:
+    def put_once(self, name: str, data: Parts) -> None:
         path = f"{self._root}/{name}"
         parts = (data,) if isinstance(data, bytes) else data
-        if not self._is_local:
+        if not self.is_local:
             # By position: the stores have several names for what is written.
-            self._fs.pipe_file(path, parts[0] if len(parts) == 1 else b"".join(parts))
+            self.fs.pipe_file(path, parts[0] if len(parts) == 1 else b"".join(parts))
             return
         os.makedirs(os.path.dirname(path), exist_ok=True)
         unfinished = f"{path}.{secrets.token_hex(8)}"
@@ -206,7 +206,7 @@ class ObjectStore:
                 os.unlink(unfinished)
             raise
 
-    def _patiently(self, call: Callable[[], T], doing: str) -> T:
+    def patiently(self, call: Callable[[], T], doing: str) -> T:
         since_s = time.monotonic()
         pause_s = 0.1
         while True:
@@ -217,7 +217,7 @@ class ObjectStore:
                 # full disk.
                 if self.over.wait(pause_s):
                     raise LinkClosed("this rank has ended") from error
-                if time.monotonic() - since_s > self._patience_s:
+                if time.monotonic() - since_s > self.patience_s:
                     raise LinkClosed(self._failing(doing, error=error)) from error
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
@@ -254,7 +254,7 @@ class Arrivals:
         self._on_lost = on_lost
         self._sizes = dict[str, int]()
         self._num_taken = dict[str, int]()  # by the name of a link's objects without the number
-        self._failure: LinkError | None = None
+        self.failure: LinkError | None = None
         self._changed = threading.Condition()
         # One thread for all links of a rank: a listing costs a request, and covers the whole
         # folder.
@@ -266,9 +266,9 @@ class Arrivals:
         Raises LinkError once nothing more can come.
         """
         with self._changed:
-            self._changed.wait_for(lambda: name in self._sizes or self._failure, timeout_s)
-            if self._failure is not None:
-                raise self._failure
+            self._changed.wait_for(lambda: name in self._sizes or self.failure, timeout_s)
+            if self.failure is not None:
+                raise self.failure
             return self._sizes.get(name)
 
     def miss(self, name: str) -> None:
@@ -324,7 +324,7 @@ class Arrivals:
             raise LinkClosed("this rank has ended")
         except LinkError as error:
             with self._changed:
-                self._failure = error
+                self.failure = error
                 self._changed.notify_all()
             if not self.store.over.is_set():
                 # Outside the lock, as it may end the process.
@@ -370,7 +370,7 @@ class LinkBox:
 
     def seal(self, number: int, data: Data, keys: BoxKeys) -> tuple[bytes, ...]:
         """Return what an object holds that carries this data, in parts."""
-        context = self._context(number)
+        context = self.context(number)
         return seal_parts(data, receiver=keys.peer, sender=keys.key, context=context)
 
     def open(self, number: int, sealed: bytes, keys: BoxKeys, max_bytes: int) -> bytes:
@@ -379,7 +379,7 @@ class LinkBox:
         Raises FrameError for anything that the sender has not put at this place.
         """
         self.check_size(number, num_bytes=len(sealed), max_bytes=max_bytes)
-        context = self._context(number)
+        context = self.context(number)
         try:
             return open_sealed(
                 sealed, key=keys.key, own=keys.own, sender=keys.peer, context=context
@@ -395,7 +395,7 @@ class LinkBox:
                 f"most {sealed_bytes(max_bytes):,} were promised"
             )
 
-    def _context(self, number: int) -> bytes:
+    def context(self, number: int) -> bytes:
         place = (self.run.hex(), self.attempt, self.line, self.sender, self.receiver, number)
         return f"xcloud mailbox {place}".encode()
 
@@ -411,10 +411,10 @@ class MailboxOutLink(SendingEnd):
                 "or merge in parts (strategy=streaming strategy.averaging.fragments=N)"
             )
         super().__init__(settings)
-        self._box = box
-        self._keys = keys
+        self.box = box
+        self.keys = keys
         self._num_put = 0
-        self._untaken = dict[int, int]()  # bytes of objects that lay there when it looked last
+        self.untaken = dict[int, int]()  # bytes of objects that lay there when it looked last
         self._over = threading.Event()
         threading.Thread(target=self._run, name=f"to-{self.peer_name}", daemon=True).start()
 
@@ -430,18 +430,18 @@ class MailboxOutLink(SendingEnd):
         the two objects one comes after a frame that may be on its way.
         """
         for number in (self._num_put, self._num_put + 1):
-            sealed = self._box.seal(number, data=_ENDED, keys=self._keys)
-            self._box.store.try_put(self._box.path(number), data=sealed)
+            sealed = self.box.seal(number, data=_ENDED, keys=self.keys)
+            self.box.store.try_put(self.box.path(number), data=sealed)
 
     def _run(self) -> None:
-        box = self._box
-        keys = self._keys
+        box = self.box
+        keys = self.keys
         try:
             while True:
                 key, sequence, frame, queued_at_s = self._queue.get()
                 # What waits here is counted by the bytes of frames that lie in the mailbox and by
                 # their number, as a listing grows with it.
-                self._await_room(frame.numel())
+                self.await_room(frame.numel())
                 seal_frame(frame, deliver_at_s=-time.monotonic())
                 self.record.sending(
                     key, sequence=sequence, num_bytes=frame.numel(), queued_at_s=queued_at_s
@@ -451,32 +451,32 @@ class MailboxOutLink(SendingEnd):
                 sealed = box.seal(sequence, data=frame.numpy().data, keys=keys)
                 del frame  # a message is held twice at most: here, or where a store copies it
                 box.store.put(box.path(sequence), data=sealed)
-                self._untaken[sequence] = sum(map(len, sealed))
+                self.untaken[sequence] = sum(map(len, sealed))
                 self._num_put = sequence + 1
-                self._settings.note_progress(key.kind)
+                self.settings.note_progress(key.kind)
                 if key.kind is Kind.CLOSE:
                     return
                 del sealed  # not held until the next message
         except LinkError as error:
-            self._failure = error
+            self.failure = error
         except Exception as error:  # a thread that dies in silence loses what is sent
-            self._failure = LinkClosed(f"the link to {self.peer_name} broke: {error!r}")
+            self.failure = LinkClosed(f"the link to {self.peer_name} broke: {error!r}")
         finally:
             self._over.set()
 
-    def _await_room(self, num_bytes: int) -> None:
+    def await_room(self, num_bytes: int) -> None:
         """Wait until the receiver has taken enough of what lies in the mailbox."""
-        room_bytes = self._settings.window.max_queued_bytes - num_bytes
-        folder = self._box.folder
+        room_bytes = self.settings.window.max_queued_bytes - num_bytes
+        folder = self.box.folder
         since_s = time.monotonic()
-        while self._untaken and (
-            len(self._untaken) >= MAX_OBJECTS or sum(self._untaken.values()) > room_bytes
+        while self.untaken and (
+            len(self.untaken) >= MAX_OBJECTS or sum(self.untaken.values()) > room_bytes
         ):
             # The receiver deletes what it has taken, so a listing is its acknowledgement.
-            there = self._box.store.sizes(folder)
-            for number in [n for n in self._untaken if self._box.name(n) not in there]:
-                del self._untaken[number]
-            if self._box.store.over.wait(pause_after(time.monotonic() - since_s)):
+            there = self.box.store.sizes(folder)
+            for number in [n for n in self.untaken if self.box.name(n) not in there]:
+                del self.untaken[number]
+            if self.box.store.over.wait(pause_after(time.monotonic() - since_s)):
                 raise LinkClosed("this rank has ended")
 
 
@@ -496,8 +496,8 @@ class MailboxInLink(ReceivingEnd):
     ) -> None:
         super().__init__(settings)
         self._on_lost = on_lost
-        self._box = box
-        self._keys = keys
+        self.box = box
+        self.keys = keys
         self._arrivals = arrivals
         threading.Thread(target=self._run, name=f"from-{self.peer_name}", daemon=True).start()
 
@@ -506,9 +506,9 @@ class MailboxInLink(ReceivingEnd):
         return self._over.wait(timeout_s)
 
     def _run(self) -> None:
-        box = self._box
-        keys = self._keys
-        max_bytes = self._settings.capacity_bytes
+        box = self.box
+        keys = self.keys
+        max_bytes = self.settings.capacity_bytes
         try:
             for number in count():
                 data = bytearray(

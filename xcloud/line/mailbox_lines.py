@@ -101,7 +101,7 @@ class MailboxRendezvous:
     def __init__(
         self, store: ObjectStore, place: SealedPlace, keys: LineKeys, key: PrivateKey
     ) -> None:
-        self._store = store
+        self.store = store
         self._place = place
         self._keys = keys
         self._key = key
@@ -202,7 +202,7 @@ class MailboxRendezvous:
         # Signed with the place at which it lies, so that no note is valid at another one.
         signature = sign(self._signed(self._place.rank, receiver=rank, body=body), key=self._key)
         path = self._path(self._place.rank, receiver=rank)
-        self._store.put(path, data=bytes([len(signature)]) + signature + body)
+        self.store.put(path, data=bytes([len(signature)]) + signature + body)
 
     def _read(self, rank: int, max_entries: int) -> Note | None:
         """Return the note that a rank has left for this one, None for none.
@@ -211,7 +211,7 @@ class MailboxRendezvous:
         """
         # The store may hand out anything, so no more is read than an honest note has.
         most = 1 + 255 + 1 + _NUMBER_BYTES + max_entries * _ENTRY_BYTES
-        data = self._store.get(self._path(rank, receiver=self._place.rank), max_bytes=most)
+        data = self.store.get(self._path(rank, receiver=self._place.rank), max_bytes=most)
         if not data:
             return None
         signature = data[1 : 1 + data[0]]
@@ -287,17 +287,17 @@ class MailboxLines:
         on_lost: Callable[[LinkError], object] = ignore,
     ) -> None:
         self.place = place
-        self._store = ObjectStore(url)
+        self.store = ObjectStore(url)
         self._keys = keys
         self._on_lost = on_lost
         self._key = read_key(keys.key_file)
-        rendezvous = MailboxRendezvous(store=self._store, place=place, keys=keys, key=self._key)
-        self._attempt, self._certificates = rendezvous.hold(say)
+        rendezvous = MailboxRendezvous(store=self.store, place=place, keys=keys, key=self._key)
+        self.attempt, self._certificates = rendezvous.hold(say)
         folder = folder_of(place.run, receiver=(place.cloud_of(place.rank), place.rank))
-        self._arrivals = Arrivals(self._store, folder, check=rendezvous.check, on_lost=on_lost)
+        self._arrivals = Arrivals(self.store, folder, check=rendezvous.check, on_lost=on_lost)
         # What has come for this attempt stays: a rank may have met the others later than they
         # sent.
-        self._arrivals.clean(self._attempt)
+        self._arrivals.clean(self.attempt)
         self._outs: list[MailboxOutLink] = []
         self._incoming: list[MailboxInLink] = []
         self.words: list[SealedWordLine] = []
@@ -331,7 +331,7 @@ class MailboxLines:
 
     def stop(self) -> None:
         """End all threads, whatever is under way."""
-        self._store.over.set()
+        self.store.over.set()
 
     def abandon(self) -> None:
         """Report to the peers, as far as they can be reached, that this rank has ended early."""
@@ -342,9 +342,9 @@ class MailboxLines:
         place = self.place
         peer = receiver if sender == place.rank else sender
         box = LinkBox(
-            store=self._store,
+            store=self.store,
             run=place.run,
-            attempt=self._attempt,
+            attempt=self.attempt,
             line=line,
             sender=(place.cloud_of(sender), sender),
             receiver=(place.cloud_of(receiver), receiver),

@@ -100,7 +100,7 @@ class Outbox:
     ) -> None:
         self._max_bytes = max_bytes
         self._next_frame = next_frame
-        self._queued = queued
+        self.queued = queued
         self._sent_again = sent_again
         self._lock = threading.Lock()
         self._kept: dict[int, _Kept] = {}
@@ -245,7 +245,7 @@ class Outbox:
         self._kept[self._next] = kept
         self._next += 1
         self._kept_bytes += len(kept.data)
-        self._queued.add(len(kept.data))
+        self.queued.add(len(kept.data))
         if self._busy_since_s is None:
             self._busy_since_s = time.monotonic()
         return kept
@@ -264,7 +264,7 @@ class Outbox:
             del self._kept[self._first]
             self._first += 1
             self._kept_bytes -= len(kept.data)
-            self._queued.add(-len(kept.data))
+            self.queued.add(-len(kept.data))
 
     def _measure(self, now_s: float) -> None:
         """Note the bandwidth of a time in which there was always something under way."""

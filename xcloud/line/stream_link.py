@@ -83,7 +83,7 @@ class StreamOutLink(SendingEnd):
         self.over = threading.Event()  # nothing more is sent, for whatever reason
         # What the main thread has queued stands in `_queue` until a connection asks for a piece;
         # from then on the outbox keeps it until it is acknowledged. Both count against `queued`.
-        self._outbox = Outbox(
+        self.outbox = Outbox(
             max_bytes=settings.window.max_queued_bytes,
             next_frame=self._next_frame,
             queued=settings.queued,
@@ -92,9 +92,9 @@ class StreamOutLink(SendingEnd):
         # Numbers of connections: those that are made, and of these the ones that wait for work.
         # Each thread changes its own number; readers copy the set, as another thread may change it
         # then.
-        self._up: set[int] = set()
-        self._idle: set[int] = set()
-        self._close_taken = False
+        self.connected: set[int] = set()
+        self.idle: set[int] = set()
+        self.close_taken = False
         self._is_abandoned = False
         self._stream = stream
         self.connections = Connections(
@@ -121,14 +121,14 @@ class StreamOutLink(SendingEnd):
         self._wake_one()
 
     def fail(self, reason: LinkError) -> None:
-        self._failure = reason
+        self.failure = reason
         self.over.set()
         self._on_lost(reason)
 
     def _wake_one(self) -> None:
         """Wake the first connection that has nothing to do: small messages all go over one."""
-        number = min(tuple(self._idle), default=None)
-        if number is not None and self._is_needed(number):
+        number = min(tuple(self.idle), default=None)
+        if number is not None and self.is_needed(number):
             self.connections.wake(number)
 
     def _next_frame(self) -> Tensor | None:
@@ -144,9 +144,9 @@ class StreamOutLink(SendingEnd):
         self.record.sending(
             key, sequence=sequence, num_bytes=frame.numel(), queued_at_s=queued_at_s, slot=None
         )
-        self._settings.note_progress(key.kind)
+        self.settings.note_progress(key.kind)
         # The last frame of a link. The connections end once it is acknowledged.
-        self._close_taken = key.kind is Kind.CLOSE
+        self.close_taken = key.kind is Kind.CLOSE
         return frame
 
     def _count_again(self, num_bytes: int) -> None:
@@ -157,14 +157,14 @@ class StreamOutLink(SendingEnd):
         return self._stream.hello()
 
     def begin(self, number: int, of: int, expected: int) -> None:
-        self._outbox.begin(number, of=of, expected=expected)
-        self._up.add(number)
+        self.outbox.begin(number, of=of, expected=expected)
+        self.connected.add(number)
 
     def cut(self, number: int, sent_bytes: int | None) -> None:
-        self._up.discard(number)
-        self._idle.discard(number)
+        self.connected.discard(number)
+        self.idle.discard(number)
         # What was not acknowledged on it goes out over the others, which are woken for that.
-        self._outbox.cut(number, sent_bytes=sent_bytes)
+        self.outbox.cut(number, sent_bytes=sent_bytes)
         self.connections.wake()
 
     def carry(self, connection: Connection, number: int) -> None:
@@ -177,7 +177,7 @@ class StreamOutLink(SendingEnd):
                 num_read += num_bytes
                 if num_read == ACKNOWLEDGEMENT.size:
                     num_read = 0
-                    self._acknowledged(
+                    self.acknowledged(
                         number, num_pieces=ACKNOWLEDGEMENT.unpack(acknowledgement)[0]
                     )
             if connection.unsent or (
@@ -189,46 +189,46 @@ class StreamOutLink(SendingEnd):
                 continue
             # A rank that ends early sends what was begun, so that END stands between two pieces,
             # and nothing more.
-            if self._is_abandoned or (self._close_taken and self._outbox.is_empty):
+            if self._is_abandoned or (self.close_taken and self.outbox.is_empty):
                 return self._end(connection)
             # An idle stream speaks over its first connection, for all. When each of ten spoke
             # every 0.5 s, it took 395 bytes/s; one that says something every 10 s takes 44.
-            is_first = number == min(tuple(self._up), default=number)
+            is_first = number == min(tuple(self.connected), default=number)
             speaks_every_s = SPEAK_EVERY_S if is_first else RESTING_EVERY_S
             if time.monotonic() - connection.spoke_at_s > speaks_every_s:
-                self._outbox.ask(number)
+                self.outbox.ask(number)
                 # Without pieces nothing is ever acknowledged, so a question measures the round
                 # trip and shows that the line is up. ASK_BEHIND says that other connections have
                 # pieces under way: an answer to it alone does not prove that data pass.
                 connection.queue(ASK if self._is_done else ASK_BEHIND)
                 continue
-            self._idle.add(number)
+            self.idle.add(number)
             # In the set before it looks once more: who queues a frame behind this look finds the
             # number there and wakes this thread, so that no frame lies unsent for half a second.
             if not self._queue_pieces(connection, number=number):
-                is_owed = self._outbox.awaits(number)
+                is_owed = self.outbox.awaits(number)
                 connection.wait(SPEAK_EVERY_S, connection.unanswered_s(is_owed))
-            self._idle.discard(number)
+            self.idle.discard(number)
 
     @property
     def _is_done(self) -> bool:
         """Return whether all that was sent has arrived."""
-        return not self._queue.items and self._outbox.is_empty
+        return not self._queue.items and self.outbox.is_empty
 
-    def _acknowledged(self, number: int, num_pieces: int) -> None:
-        found = self._outbox.acknowledge(number, num_pieces)
+    def acknowledged(self, number: int, num_pieces: int) -> None:
+        found = self.outbox.acknowledge(number, num_pieces)
         if found.is_moving:
-            self._settings.note_moving()
+            self.settings.note_moving()
         # A line carries once data were acknowledged. An answer counts only while there is nothing
         # to send: questions are short enough to pass where a whole packet does not.
         if found.num_bytes or (found.num_answers and self._is_done):
             self.connections.course.carries(number)
-        self._settings.peer.mark_alive()
-        if not self._is_needed(number):
+        self.settings.peer.mark_alive()
+        if not self.is_needed(number):
             self._wake_one()  # there may be room now, which this connection does not use
         state = self._state
-        state.round_trip_s = self._outbox.round_trip_s or state.round_trip_s
-        state.bytes_per_s = self._outbox.bytes_per_s or state.bytes_per_s
+        state.round_trip_s = self.outbox.round_trip_s or state.round_trip_s
+        state.bytes_per_s = self.outbox.bytes_per_s or state.bytes_per_s
 
     def _end(self, connection: Connection) -> None:
         """Send that the stream has ended, and wait a moment until the receiver has got it: closed
@@ -244,11 +244,11 @@ class StreamOutLink(SendingEnd):
                 if not connection.read_into(place):
                     connection.wait(SPEAK_EVERY_S, silent_s=0.0)
 
-    def _is_needed(self, number: int) -> bool:
+    def is_needed(self, number: int) -> bool:
         """Return whether a connection is among the first that together fill the line. A further
         one would begin slowly, after a time without work, and hold up its piece."""
-        num_before = sum(other < number for other in tuple(self._up))
-        bytes_per_s = self._outbox.bytes_per_s
+        num_before = sum(other < number for other in tuple(self.connected))
+        bytes_per_s = self.outbox.bytes_per_s
         round_trip_s = self._state.round_trip_s
         if bytes_per_s is None or round_trip_s is None:
             return True
@@ -260,12 +260,12 @@ class StreamOutLink(SendingEnd):
     def _queue_pieces(self, connection: Connection, number: int) -> bool:
         """Queue what is next for a connection: one large piece, or some small ones in one write.
         Return whether there was any."""
-        if not self._is_needed(number):
+        if not self.is_needed(number):
             return False
         # Many small frames (norms, control messages) share a write, hence a packet and a record of
         # TLS. Frames of 3 kB took a tenth less processor time so.
         joined = bytearray()
-        while len(joined) < _JOINED_BYTES and (taken := self._outbox.take(number)) is not None:
+        while len(joined) < _JOINED_BYTES and (taken := self.outbox.take(number)) is not None:
             piece, data, frame_bytes = taken
             joined += HEADER.pack(piece.frame, frame_bytes, piece.number)
             if len(data) > _JOINED_BYTES:
@@ -289,7 +289,7 @@ class StreamInLink(ReceivingEnd):
         super().__init__(settings)
         self._on_lost = stream.on_lost
         window_bytes = settings.window.max_queued_bytes
-        self._ready: ByteQueue[Tensor | LinkError] = ByteQueue(
+        self.ready: ByteQueue[Tensor | LinkError] = ByteQueue(
             max_bytes=window_bytes, total=settings.queued
         )
         self._awaits_room = False  # a connection, in _ready
@@ -299,7 +299,7 @@ class StreamInLink(ReceivingEnd):
             # what is acknowledged of its oldest one: that frame and the newest come on top.
             max_bytes=window_bytes + 2 * settings.capacity_bytes,
             # It never blocks here: a full inbox stops the connections from reading (_is_full).
-            deliver=lambda frame: self._ready.put(frame, frame.numel(), max_bytes=sys.maxsize),
+            deliver=lambda frame: self.ready.put(frame, frame.numel(), max_bytes=sys.maxsize),
         )
         self._stream = stream
         self.connections = Connections(
@@ -322,13 +322,13 @@ class StreamInLink(ReceivingEnd):
             raise FrameError(f"{self.peer_name} sends, and expects frame {expected}")
 
     def fail(self, reason: LinkError) -> None:
-        self._ready.put(reason, num_bytes=0)
+        self.ready.put(reason, num_bytes=0)
 
     def _open_all(self) -> None:
         """Open and deliver frames until the sender closes the link."""
         try:
             while True:
-                found = self._ready.get()
+                found = self.ready.get()
                 # Looked at after the frame was taken. Looking before it missed the wake-up in
                 # which the frame came between the two, and the reader slept for a quarter of a
                 # second.
@@ -364,7 +364,7 @@ class StreamInLink(ReceivingEnd):
 
     @property
     def _has_room(self) -> bool:
-        ready = self._ready
+        ready = self.ready
         return ready.num_bytes < _READY_BYTES and len(ready.items) < MAX_OPEN_FRAMES
 
     def carry(self, connection: Connection, number: int) -> None:
@@ -387,7 +387,7 @@ class StreamInLink(ReceivingEnd):
                 self.connections.course.carries(number)
                 # A frame of several pieces: who waits for it gets more time, since it moves.
                 if frame_bytes > PIECE_BYTES:
-                    self._settings.note_moving()
+                    self.settings.note_moving()
             elif number_in_frame == ASK_NUMBER:
                 self.connections.course.carries(number)
             elif number_in_frame == END_NUMBER:

@@ -150,8 +150,8 @@ class SealedLines:
         self._outs: list[StreamOutLink] = []
         self._incoming: list[StreamInLink] = []
         self.words: list[SealedWordLine] = []
-        self._say_refused = OnceAMinute(say)
-        self._num_crowded = 0
+        self.say_refused = OnceAMinute(say)
+        self.num_crowded = 0
         self.listener = self._listen()
 
     @property
@@ -286,7 +286,7 @@ class SealedLines:
             rank=place.rank,
             run=place.run,
             attempt=place.attempt,
-            on_refused=self._note_refused,
+            on_refused=self.note_refused,
             attempts=self._attempts,
         )
         if place.listens_at is None:
@@ -315,14 +315,14 @@ class SealedLines:
                         f"(cluster.clouds.{place.cloud}.address): {error.strerror or error}"
                     ) from None
 
-    def _note_refused(self, reason: str) -> None:
+    def note_refused(self, reason: str) -> None:
         """Say why somebody was refused, a reason at most once a minute."""
         if CROWDED in reason:
-            self._num_crowded += 1
-            if self._num_crowded % _CROWD:
+            self.num_crowded += 1
+            if self.num_crowded % _CROWD:
                 return  # whoever looks for open ports says nothing either
         if "not_yet" not in reason:
-            self._say_refused(f"refused: {reason}")
+            self.say_refused(f"refused: {reason}")
 
 
 def _dial_once(way: Way, hello: Hello) -> None:

@@ -228,8 +228,8 @@ class Listener(Way):
         self._attempt = attempt
         self._on_refused = on_refused
         self._changed = threading.Condition()
-        self._awaited: dict[tuple[StreamName, int], Callable[[], None]] = {}
-        self._arrived: dict[tuple[StreamName, int], tuple[ssl.SSLSocket, Hello]] = {}
+        self.awaited: dict[tuple[StreamName, int], Callable[[], None]] = {}
+        self.arrived: dict[tuple[StreamName, int], tuple[ssl.SSLSocket, Hello]] = {}
         self._attempts = attempts or KnownAttempts()
         self.told = set[str]()
         self.known = set[str]()  # addresses from which a peer has come
@@ -253,9 +253,9 @@ class Listener(Way):
         """Accept nothing more."""
         with self._changed:
             self._is_closed = True
-            for tls, _ in self._arrived.values():
+            for tls, _ in self.arrived.values():
                 tls.close()
-            self._arrived.clear()
+            self.arrived.clear()
         self.door.close()
 
     def connect(
@@ -271,17 +271,17 @@ class Listener(Way):
         here = stream.sender_cloud == self._cloud
         peer = stream.receiver_cloud if here else stream.sender_cloud
         with self._changed:
-            self._awaited[key] = wake
+            self.awaited[key] = wake
             # Runs in the thread of one connection of a stream. It is woken by `_hand_over`, in the
             # thread that greets whoever dialled.
             self._changed.wait_for(
-                lambda: key in self._arrived or peer in self._attempts.began_again, timeout_s
+                lambda: key in self.arrived or peer in self._attempts.began_again, timeout_s
             )
             self._attempts.check(peer)
-            if key not in self._arrived:
+            if key not in self.arrived:
                 trouble = "" if self.door.trouble is None else f"; {self.door.trouble}"
                 raise LineDown(f"{peer} has not dialled{trouble}")
-            tls, hello = self._arrived.pop(key)
+            tls, hello = self.arrived.pop(key)
         try:
             # Once pieces have crossed, what is under way is counted by connections.
             if is_fixed and wanted.of != hello.of:
@@ -300,13 +300,13 @@ class Listener(Way):
         return Connected(tls, hello.of, hello.expected)
 
     def has_come_again(self, wanted: Hello) -> bool:
-        return (wanted.stream, wanted.connection) in self._arrived
+        return (wanted.stream, wanted.connection) in self.arrived
 
     def leave(self, wanted: Hello) -> None:
         key = (wanted.stream, wanted.connection)
         with self._changed:
-            self._awaited.pop(key, None)
-            if (arrived := self._arrived.pop(key, None)) is not None:
+            self.awaited.pop(key, None)
+            if (arrived := self.arrived.pop(key, None)) is not None:
                 arrived[0].close()
 
     def _greet(self, plain: socket.socket, host: str) -> None:
@@ -348,12 +348,12 @@ class Listener(Way):
             reason = self._refusal_of(hello, cloud=cloud)
             if reason is None:
                 # It was dialled before, so its dialler has given it up.
-                if (earlier := self._arrived.pop(key, None)) is not None:
+                if (earlier := self.arrived.pop(key, None)) is not None:
                     earlier[0].close()
-                self._arrived[key] = (tls, hello)
+                self.arrived[key] = (tls, hello)
                 self._changed.notify_all()
                 # Ends the wait of the thread that still uses the connection before.
-                self._awaited[key]()
+                self.awaited[key]()
                 return
         tls.settimeout(HELLO_S)
         tls.sendall(encode_refusal(reason))
@@ -367,7 +367,7 @@ class Listener(Way):
         # It knows an attempt of this cloud that has ended. 0: it has heard of none yet.
         if hello.known not in (0, self._attempt):
             return HelloRefusal.EARLIER_ATTEMPT
-        is_awaited = (hello.stream, hello.connection) in self._awaited
+        is_awaited = (hello.stream, hello.connection) in self.awaited
         # The attempt of a cloud becomes known by a greeting that this rank waits for, and by no
         # other.
         if not is_awaited and not self._attempts.known.get(cloud):

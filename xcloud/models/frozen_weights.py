@@ -107,7 +107,7 @@ class FrozenMatrix(nn.Module):
             for codes, scales, filled in zip(*parts, strict=True):
                 places = room("codes", (codes.numel(),), torch.int32).copy_(codes.flatten())
                 pairs = room("pairs", (codes.numel(), 2), torch.float32)
-                torch.index_select(_pairs(codes.device), 0, places, out=pairs)
+                torch.index_select(pairs_of_halves(codes.device), 0, places, out=pairs)
                 torch.mul(pairs.view(len(codes), -1), scales[:, None], out=filled)
             # The last block may be filled up with zeros.
             return values.flatten()[: self.shape.numel()].view(self.shape)
@@ -193,7 +193,7 @@ def _over(rows: Tensor, scales: Tensor) -> Tensor:
 
 
 @cache
-def _pairs(device: torch.device) -> Tensor:
+def pairs_of_halves(device: torch.device) -> Tensor:
     """Return the two values of each byte, float32 [256, 2]."""
     values = torch.tensor(NF4_VALUES, device=device)
     return torch.stack((values.repeat_interleave(16), values.repeat(16)), 1)

@@ -280,10 +280,10 @@ def pretrain(
     report(f"on {len(texts):,} texts: {passes}; for fewer {setting}.{shorter}=N")
 
     score = partial(evaluate, encoder, held_out, ids, settings)
-    modes = _evenly(settings.causal_share)
-    several = _batches(train, batch_tokens=settings.batch_tokens, draw=draw)
+    modes = evenly(settings.causal_share)
+    several = batches_of(train, batch_tokens=settings.batch_tokens, draw=draw)
     batches = (
-        _guesses(texts, ids, mask_share=settings.mask_share, draw=draw, causal=next(modes))
+        guesses_of(texts, ids, mask_share=settings.mask_share, draw=draw, causal=next(modes))
         for texts in several
     )
     # A bound by epochs is for small corpora, which are soon learned by heart: keep the best then.
@@ -292,7 +292,7 @@ def pretrain(
         steps = settings.descend(
             encoder,
             batches,
-            loss_of=lambda b: _loss(encoder, batch=b)[0],
+            loss_of=lambda b: loss_and_hits(encoder, batch=b)[0],
             report=report,
             score=score,
             unfinished=unfinished,
@@ -326,14 +326,14 @@ def evaluate(
     right = 0
     num = 0
     for start in range(0, len(texts), 64):
-        guesses = _guesses(
+        guesses = guesses_of(
             texts[start : start + 64],
             ids,
             mask_share=settings.mask_share,
             draw=draw,
             causal=causal,
         )
-        loss, hits = _loss(encoder, batch=guesses)
+        loss, hits = loss_and_hits(encoder, batch=guesses)
         masked = len(guesses.truth_M)
         # Batches differ in how many tokens are masked, so means are weighed by that.
         total += float(loss) * masked
@@ -343,12 +343,12 @@ def evaluate(
     return HeldOutScore(loss=total / num, accuracy=right / num)
 
 
-def _evenly(share: float) -> Iterator[bool]:
+def evenly(share: float) -> Iterator[bool]:
     """True for this share, spread: of any ten steps seven if it is 0.7."""
     return (math.floor((n + 1) * share) > math.floor(n * share) for n in count())
 
 
-def _batches(
+def batches_of(
     texts: Sequence[Tensor], batch_tokens: int, draw: torch.Generator
 ) -> Iterator[list[Tensor]]:
     """Endless batches of about `batch_tokens` tokens, with texts of similar length."""
@@ -374,7 +374,7 @@ def _batches(
             yield ready[i]
 
 
-class _Guesses(NamedTuple):
+class Guesses(NamedTuple):
     """A batch: what the network sees [R], texts' lengths, rows to predict from [M], the truth."""
 
     seen_R: Tensor
@@ -384,27 +384,27 @@ class _Guesses(NamedTuple):
     causal: bool
 
 
-def _guesses(
+def guesses_of(
     texts: Sequence[Tensor],
     ids: TokenIds,
     mask_share: float,
     draw: torch.Generator,
     causal: bool = False,
-) -> _Guesses:
+) -> Guesses:
     truth_R = torch.cat(list(texts))
     lengths = torch.tensor([len(text) for text in texts])
     if not causal:
         seen_R, from_M = mask_tokens(truth_R, ids, mask_share, draw=draw)
-        return _Guesses(seen_R, lengths, from_M, truth_M=truth_R[from_M], causal=False)
+        return Guesses(seen_R, lengths, from_M, truth_M=truth_R[from_M], causal=False)
     # The last token of a text has nothing behind it to be guessed.
     has_next_R = torch.ones_like(truth_R).index_fill_(0, lengths.cumsum(0) - 1, 0)
     from_M = has_next_R.nonzero()[:, 0]
-    return _Guesses(
+    return Guesses(
         seen_R=truth_R, lengths=lengths, from_M=from_M, truth_M=truth_R[from_M + 1], causal=True
     )
 
 
-def _loss(encoder: Encoder, batch: _Guesses) -> tuple[Tensor, Tensor]:
+def loss_and_hits(encoder: Encoder, batch: Guesses) -> tuple[Tensor, Tensor]:
     """Mean cross-entropy of the predicted tokens, and how many are right."""
     device = next(encoder.parameters()).device
     seen_R, lengths, from_M, truth_M = (tensor.to(device) for tensor in batch[:4])

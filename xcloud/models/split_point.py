@@ -305,7 +305,7 @@ def measured_basis(
         )
     if public is not None:
         whose = public.label
-        batch = _public_batch(split, public, ids, context=context)
+        batch = public_batch(split, public, ids, context=context)
     else:
         whose = "the owner's"
         batch = dict(context.samples(split.calibration_texts))
@@ -362,9 +362,7 @@ def largest_entry_sign(columns: Tensor) -> Tensor:
     return columns.gather(0, columns.abs().argmax(0, keepdim=True))[0].sign()
 
 
-def _public_batch(
-    split: Split, public: PublicTexts, ids: TokenIds, context: BuildContext
-) -> Batch:
+def public_batch(split: Split, public: PublicTexts, ids: TokenIds, context: BuildContext) -> Batch:
     """`bos a eos`, or `bos a eos b eos` for pairs, at most max_length tokens."""
     num_parts = 1 + split.calibration_pairs
     room = (context.max_length - 1 - num_parts) // num_parts

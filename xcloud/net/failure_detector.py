@@ -113,12 +113,12 @@ class FailureDetector:
         self.progress = Progress()
         self._store = Peer(liveness, now_s=self._now_s)
         self._outs: dict[int, SendingEnd] = {}
-        self._watches: dict[int, _Watch] = {}  # one of each peer counts
-        self._greeted: dict[int, _Watch] = {}  # the newest of each peer
+        self.watches: dict[int, _Watch] = {}  # one of each peer counts
+        self.greeted: dict[int, _Watch] = {}  # the newest of each peer
         self._unreached: dict[int, str] = {}  # why there is no link to a rank that has come
         self.why_not: Callable[[int], str | None] = lambda peer: None
-        self._lost: dict[int, Loss] = {}
-        self._left = set[int]()
+        self.lost: dict[int, Loss] = {}  # the ranks that are lost now
+        self.left = set[int]()  # those that have closed their link
         self._final_report: Callable[[], None] = lambda: None
         self._lock = threading.RLock()
         self._clock_lock = threading.Lock()
@@ -218,7 +218,7 @@ class FailureDetector:
             parts.insert(0, torch.tensor([*ages], dtype=torch.float32))
             carries.insert(0, _AGES)
         with self._lock:
-            watches = {*self._watches.values(), *self._greeted.values()}
+            watches = {*self.watches.values(), *self.greeted.values()}
             outs = [watch.out for watch in watches if watch.out and not watch.is_closing]
             outs += self._outs.values()
         for out in outs:
@@ -230,9 +230,9 @@ class FailureDetector:
         It is infinite for a rank that has not come or has left."""
         if rank == self._rank:
             return 0.0
-        if self._lost.get(rank) is Loss.ENDED:
+        if self.lost.get(rank) is Loss.ENDED:
             return _ENDED
-        if rank in self._left:
+        if rank in self.left:
             return float("inf")
         return self.peers[rank].silent_s
 
@@ -255,20 +255,20 @@ class FailureDetector:
 
     def _look(self) -> None:
         with self._lock:
-            come = [w.peer for w in self._watches.values() if w.has_come and not w.is_over]
+            come = [w.peer for w in self.watches.values() if w.has_come and not w.is_over]
             silent = [rank for rank in come if self.peers[rank].is_silent]
             # Only as long as ranks join: later nobody needs the store.
             if self._store.is_silent and not self._is_connected:
                 silent.append(STORE)
-            silent = [rank for rank in silent if rank not in self._lost]
+            silent = [rank for rank in silent if rank not in self.lost]
         for rank in silent:
             self._lose(Loss.SILENT, rank=rank)
 
     def _note_heard(self, rank: int) -> None:
         with self._lock:
             # A rank that is heard again was only slow. A link that broke stays broken.
-            if self._lost.get(rank) is Loss.SILENT:
-                del self._lost[rank]
+            if self.lost.get(rank) is Loss.SILENT:
+                del self.lost[rank]
 
     # From the rendezvous on, where no launcher watches the ranks.
     def watch(
@@ -283,9 +283,9 @@ class FailureDetector:
         """
         watch = _Watch(peer, restarted)
         with self._lock:
-            if at_once or peer not in self._watches:
-                self._watches[peer] = watch
-            self._greeted[peer] = watch
+            if at_once or peer not in self.watches:
+                self.watches[peer] = watch
+            self.greeted[peer] = watch
             if not self._runs:
                 self._start(threading.Event())
         # A thread for each: making the link waits for the other side, as long as that takes.
@@ -294,7 +294,7 @@ class FailureDetector:
     def is_greeting(self, peer: int) -> bool:
         """Return whether the newest link to `peer` is neither joined nor given up."""
         with self._lock:
-            watch = self._greeted.get(peer)
+            watch = self.greeted.get(peer)
             return watch is not None and not watch.has_come and not watch.is_over
 
     def ask(self, store: Store) -> None:
@@ -332,8 +332,8 @@ class FailureDetector:
         """Tell the others that this rank has finished, so that its end is no loss."""
         self.over.set()
         with self._lock:
-            come = [w for w in self._watches.values() if w.has_come and not w.is_over]
-            watches = [watch for watch in come if watch.peer not in self._lost]
+            come = [w for w in self.watches.values() if w.has_come and not w.is_over]
+            watches = [watch for watch in come if watch.peer not in self.lost]
         for watch in watches:
             self._close(watch)
         until_s = time.monotonic() + self.liveness.lost_after_s
@@ -345,9 +345,9 @@ class FailureDetector:
         give them a moment to end by what this rank has sent them before its links break."""
         self.over.set()
         # Ranks without a link to the lost one learn of it from this heartbeat only.
-        if self._rank == 0 and self._lost:
+        if self._rank == 0 and self.lost:
             self._beat()
-        if self._watches:
+        if self.watches:
             # The others may be about to read why this rank ends. Under load one of them was ended
             # by the loss within its second of grace, before it had read that.
             time.sleep(min(GRACE_S, 0.5))
@@ -356,7 +356,7 @@ class FailureDetector:
         peer = watch.peer
         if (why := self.why_not(peer)) is not None:
             watch.is_over = True
-            if self._watches[peer] is watch:
+            if self.watches[peer] is watch:
                 self._unreached[peer] = why
                 self._lose(Loss.ENDED, rank=peer)
             return
@@ -382,23 +382,23 @@ class FailureDetector:
             if not watch.has_come:
                 watch.has_come = True
                 for rank in watch.restarted:
-                    self._lost.pop(rank, None)
+                    self.lost.pop(rank, None)
                 # What was heard of the process before says nothing of the one that has come in its
                 # place.
                 self.peers[watch.peer].forget()
                 self._unreached.pop(watch.peer, None)
-                self._left.discard(watch.peer)
-                self._watches[watch.peer] = watch
+                self.left.discard(watch.peer)
+                self.watches[watch.peer] = watch
             self._note_heard(watch.peer)
 
     def _note_end(self, watch: _Watch, reason: LinkError) -> None:
         """Note why nothing comes over a link any more."""
         with self._lock:
             watch.is_over = True
-            is_current = self._watches.get(watch.peer) is watch
+            is_current = self.watches.get(watch.peer) is watch
             has_closed = watch.incoming is not None and watch.incoming.has_closed
             if has_closed:
-                self._left.add(watch.peer)
+                self.left.add(watch.peer)
         # A peer that breaks the rules is alive, so it is no loss that could pass.
         if isinstance(reason, FrameError):
             self.end(reason)
@@ -419,24 +419,24 @@ class FailureDetector:
 
     def _lose(self, loss: Loss, rank: int) -> None:
         with self._lock:
-            is_news = rank not in self._lost
+            is_news = rank not in self.lost
             # The first finding stays: a rank that was silent breaks its links later.
-            self._lost.setdefault(rank, loss)
+            self.lost.setdefault(rank, loss)
             if self._on_lost is None:
                 return
-            is_needed = self._needs(frozenset(self._lost))
+            is_needed = self._needs(frozenset(self.lost))
             error = self._loss_error()
         # At once, not with the next heartbeat, as the others wait for this one's word.
         if is_news and self._rank == 0:
             self._beat()
         if is_needed:
-            self.end(error, is_lost=lambda: self._needs(frozenset(self._lost)))
+            self.end(error, is_lost=lambda: self._needs(frozenset(self.lost)))
 
     def _loss_error(self) -> LinkError:
         """Build the error that names the lost ranks and what this rank was doing."""
         # Ranks whose loss alone ends this one are named; where only several together do, all of
         # them.
-        named = [r for r in self._lost if self._needs(frozenset([r]))] or [*self._lost]
+        named = [r for r in self.lost if self._needs(frozenset([r]))] or [*self.lost]
         names = " and ".join("the store" if r == STORE else self._name_of(r) for r in named)
         reasons = [self._unreached[rank] for rank in named if rank in self._unreached]
         if reasons:
@@ -445,7 +445,7 @@ class FailureDetector:
         awaited = [self.peers[rank].awaited for rank in named if rank in self.peers]
         waits = [f" while this rank waited for {found[0]}" for found in awaited if found]
         when = "".join(waits[:1]) if self._is_connected else " while the ranks joined"
-        if any(self._lost[r] is Loss.ENDED for r in named):
+        if any(self.lost[r] is Loss.ENDED for r in named):
             return LinkClosed(f"{names} ended{when}")
         what = "that machine" if STORE in named else "that rank"
         return LinkTimeout(

@@ -45,7 +45,7 @@ class GlooCollectives(Collectives):
                     use_local_synchronization=True,
                 )
 
-    def _over(self, values: Tensor) -> Any:
+    def group_for(self, values: Tensor) -> Any:
         return self._nccl if self._nccl is not None and values.is_cuda else self._group()
 
     def mesh(self, device: torch.device) -> DeviceMesh:

@@ -51,7 +51,7 @@ class GlooOutLink(SendingEnd):
 
     def close(self, timeout_s: float) -> None:
         with self._sending:
-            self._send_closes(self._settings.window.num_posted)
+            self._send_closes(self.settings.window.num_posted)
             self._queue.put(None, num_bytes=0)  # the thread ends there
         self._await_end(self._has_ended, timeout_s, failing="did not take the last messages")
 
@@ -60,7 +60,7 @@ class GlooOutLink(SendingEnd):
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        settings = self._settings
+        settings = self.settings
         tags = count()
         try:
             self._pair.join()
@@ -92,16 +92,16 @@ class GlooOutLink(SendingEnd):
                         settings.peer.note_taken(taken_at_s)
                 del item, frame, fragment  # not held until the next message
         except RuntimeError as error:
-            self._failure = LinkClosed(f"{self.peer_name} is gone: {first_line(error)}")
+            self.failure = LinkClosed(f"{self.peer_name} is gone: {first_line(error)}")
         except Exception as error:  # a thread that dies in silence loses what is sent
-            self._failure = LinkClosed(f"the link to {self.peer_name} broke: {error!r}")
+            self.failure = LinkClosed(f"the link to {self.peer_name} broke: {error!r}")
 
     def _take_line(self, item: Outgoing) -> Reservation | None:
         """Return the message's time on the emulated line; None without one.
 
         Waits until the receive for it is known to be posted: others may use the line meanwhile.
         """
-        if (clock := self._settings.clock) is None:
+        if (clock := self.settings.clock) is None:
             return None
         ready_at_s = max(item.queued_at_s, self._posted.known_at_s)
         if (wait_s := ready_at_s - time.monotonic()) > 0:
@@ -151,7 +151,7 @@ class GlooInLink(ReceivingEnd):
 
         posted: the receives that are under way.
         """
-        settings = self._settings
+        settings = self.settings
         size = min(FRAGMENT_BYTES, settings.capacity_bytes)
         tags = count()
         spare = list[Tensor]()
@@ -172,7 +172,7 @@ class GlooInLink(ReceivingEnd):
         num_bytes = bytes_of_frame(first, sender=self.peer_name)
         if num_bytes <= len(first):
             return first
-        settings = self._settings
+        settings = self.settings
         if num_bytes > settings.capacity_bytes:
             raise FrameError(
                 f"a frame from {self.peer_name} has {num_bytes:,} bytes; at most "

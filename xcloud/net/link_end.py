@@ -43,14 +43,14 @@ class QueuedBytes:
     """The bytes of messages that wait in the queues of one rank. Thread-safe."""
 
     peak_bytes: int = 0
-    _num_bytes: int = 0
+    num_bytes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, num_bytes: int) -> None:
         """Count bytes that joined a queue; below 0 for what has left one."""
         with self._lock:
-            self._num_bytes += num_bytes
-            self.peak_bytes = max(self.peak_bytes, self._num_bytes)
+            self.num_bytes += num_bytes
+            self.peak_bytes = max(self.peak_bytes, self.num_bytes)
 
 
 MAX_QUEUED = 1 << 16
@@ -70,7 +70,7 @@ class ByteQueue(Generic[T]):
         self.items: deque[tuple[T, int]] = deque()  # with the bytes of each
         self.num_bytes = 0  # of the queued items
         self._changed = threading.Condition()
-        self._total = total or QueuedBytes()
+        self.total = total or QueuedBytes()
 
     def put(
         self, item: T, num_bytes: int, timeout_s: float | None = None, max_bytes: int | None = None
@@ -93,7 +93,7 @@ class ByteQueue(Generic[T]):
             if has_room:
                 self.items.append((item, num_bytes))
                 self.num_bytes += num_bytes
-                self._total.add(num_bytes)
+                self.total.add(num_bytes)
                 self._changed.notify_all()
             return has_room
 
@@ -107,7 +107,7 @@ class ByteQueue(Generic[T]):
             self.wait()
             item, num_bytes = self.items.popleft()
             self.num_bytes -= num_bytes
-            self._total.add(-num_bytes)
+            self.total.add(-num_bytes)
             self._changed.notify_all()
             return item
 
@@ -204,11 +204,11 @@ class SendingEnd(ABC):
     def __init__(self, settings: OutSettings) -> None:
         self.peer_name = settings.peer_name
         self.record = settings.record
-        self._settings = settings
+        self.settings = settings
         self._sending = threading.Lock()  # heartbeats come from a thread of their own
         self._is_closing = False
         self._sequence = 0
-        self._failure: LinkError | None = None
+        self.failure: LinkError | None = None
         # What waits for a subclass's thread. One whose `_put` carries a message at once leaves it
         # empty.
         self._queue: ByteQueue[Any] = ByteQueue(
@@ -244,17 +244,17 @@ class SendingEnd(ABC):
         """Have a message carried, in the order of the calls: queue it, once there is room, for the
         thread that carries it.
 
-        Raises LinkTimeout for a peer that takes none, and `_failure` once the link has one.
+        Raises LinkTimeout for a peer that takes none, and `failure` once the link has one.
         """
         started_s = time.monotonic()
-        settings = self._settings
+        settings = self.settings
         peer = settings.peer
         num_bytes = item.frame.numel()
         room_bytes = settings.room_bytes(item.key.kind)
 
         def put(timeout_s: float) -> bool:
-            if self._failure is not None:
-                raise self._failure
+            if self.failure is not None:
+                raise self.failure
             return self._queue.put(
                 item, num_bytes=num_bytes, timeout_s=timeout_s, max_bytes=room_bytes
             )
@@ -281,7 +281,7 @@ class SendingEnd(ABC):
             )
 
     def _send(self, key: MessageKey, parts: Tensors, carries: Sequence[str]) -> None:
-        settings = self._settings
+        settings = self.settings
         frame = encode_frame(key, parts, sequence=self._sequence)
         if frame.numel() > settings.capacity_bytes:
             raise FrameError(
@@ -304,12 +304,12 @@ class SendingEnd(ABC):
     def _await_end(self, wait: Callable[[float], bool], timeout_s: float, failing: str) -> None:
         """Call wait(seconds) until it returns True: the peer has taken all.
 
-        failing, and when LinkTimeout is raised: see await_peer. Raises `_failure` if the link has
+        failing, and when LinkTimeout is raised: see await_peer. Raises `failure` if the link has
         one by then.
         """
-        await_peer(wait, end=self._settings, timeout_s=timeout_s, failing=failing)
-        if self._failure is not None:
-            raise self._failure
+        await_peer(wait, end=self.settings, timeout_s=timeout_s, failing=failing)
+        if self.failure is not None:
+            raise self.failure
 
 
 class ReceivingEnd:
@@ -319,7 +319,7 @@ class ReceivingEnd:
     def __init__(self, settings: InSettings) -> None:
         self.peer_name = settings.peer_name
         self.has_closed = False  # the peer; else the end of the link is a failure
-        self._settings = settings
+        self.settings = settings
         self._handlers = {Kind.ALIVE: ignore, **settings.handlers}
         self._inbox: ByteQueue[Frame | LinkError] = ByteQueue(
             max_bytes=settings.window.max_queued_bytes, total=settings.queued
@@ -334,9 +334,9 @@ class ReceivingEnd:
         an evaluation, and with while_alive, it is not raised while the peer sends heartbeats.
         Raises LinkClosed if the peer is gone, and FrameError if another message came.
         """
-        peer = self._settings.peer
+        peer = self.settings.peer
         started_s = time.monotonic()
-        progress = self._settings.progress if key.kind in OF_A_STEP else None
+        progress = self.settings.progress if key.kind in OF_A_STEP else None
         with peer.awaiting(key):
             in_step = not while_alive and key.kind is not Kind.EVALUATION
             # The wait ends with a frame or with the reason why no more can come, which is in the
@@ -361,14 +361,14 @@ class ReceivingEnd:
         """Wait until the peer has closed the link, as long as it sends heartbeats."""
         await_peer(
             self._over.wait,
-            end=self._settings,
+            end=self.settings,
             timeout_s=timeout_s,
             failing="did not close its link",
         )
 
     def _open(self, buffer: Tensor) -> Frame:
         """Return the frame in a buffer, checked. Raises FrameError."""
-        settings = self._settings
+        settings = self.settings
         now_s = time.monotonic()
         frame = decode_frame(buffer, sender=self.peer_name)
         if not settings.is_emulated:  # or the peer says how long this rank waits
@@ -387,7 +387,7 @@ class ReceivingEnd:
         return frame
 
     def _deliver(self, frame: Frame) -> None:
-        self._settings.record.received(frame)
+        self.settings.record.received(frame)
         try:
             # In the carrier's thread. A handler that fails ends the link, not the thread: whoever
             # reads from it gets the reason.
@@ -402,7 +402,7 @@ class ReceivingEnd:
     def _keep(self, frame: Frame, timeout_s: float | None = None) -> bool:
         """Queue a frame for `recv`. Return whether there was room for it within timeout_s
         seconds."""
-        room_bytes = self._settings.room_bytes(frame.key.kind)
+        room_bytes = self.settings.room_bytes(frame.key.kind)
         return self._inbox.put(
             frame, num_bytes=frame.num_bytes, timeout_s=timeout_s, max_bytes=room_bytes
         )
@@ -414,7 +414,7 @@ class ReceivingEnd:
     def _end(self, reason: LinkError) -> None:
         self._inbox.put(reason, num_bytes=0)
         # The inbox first: a reader that is woken by `on_end` finds the reason there.
-        self._settings.on_end(reason)
+        self.settings.on_end(reason)
         self._over.set()
 
 

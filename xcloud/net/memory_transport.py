@@ -119,7 +119,7 @@ class MemoryOutLink(SendingEnd):
 
     def close(self, timeout_s: float) -> None:
         with self._sending:
-            self._send_closes(self._settings.window.num_posted)
+            self._send_closes(self.settings.window.num_posted)
 
     def _put(self, item: Outgoing) -> None:
         key, sequence, frame, queued_at_s = item

@@ -133,7 +133,7 @@ class Collectives:
         place = list(ranks).index(rank)
         return cls(lambda: dist.ProcessGroupGloo(store, place, len(ranks), timeout), ranks)
 
-    def _over(self, values: Tensor) -> Any:
+    def group_for(self, values: Tensor) -> Any:
         return self._group()
 
     def barrier(self) -> None:
@@ -143,17 +143,17 @@ class Collectives:
         self.start_sum(values)()
 
     def start_sum(self, values: Tensor) -> Callable[[], object]:
-        wait: Callable[[], object] = self._over(values).allreduce([values]).wait
+        wait: Callable[[], object] = self.group_for(values).allreduce([values]).wait
         return wait
 
     def broadcast(self, values: Tensor, source: int) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = self._ranks.index(source)
-        self._over(values).broadcast([values], options).wait()
+        self.group_for(values).broadcast([values], options).wait()
 
     def gather(self, values: Tensor) -> list[Tensor]:
         gathered = [torch.zeros_like(values) for _ in self._ranks]
-        self._over(values).allgather([gathered], [values]).wait()
+        self.group_for(values).allgather([gathered], [values]).wait()
         return gathered
 
     def mesh(self, device: torch.device) -> DeviceMesh:

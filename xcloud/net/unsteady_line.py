@@ -100,7 +100,7 @@ class UnsteadyLine(ABC):
     def rate_from(self, now_s: float) -> tuple[float, float]:
         """Return the bits per second at now_s, and until when this rate holds."""
         until = math.inf
-        for start, duration in (*self.outages, *self._random_outages(now_s)):
+        for start, duration in (*self.outages, *self.random_outages(now_s)):
             if start <= now_s < start + duration:
                 return 0.0, start + duration
             if start > now_s:
@@ -136,7 +136,7 @@ class UnsteadyLine(ABC):
     def _outage_draws(self) -> tuple[random.Random, list[tuple[float, float]]]:
         return random.Random(0), []
 
-    def _random_outages(self, now_s: float) -> list[tuple[float, float]]:
+    def random_outages(self, now_s: float) -> list[tuple[float, float]]:
         """Return the random outage that began last before now_s and the next one. They are drawn
         lazily, the same in all ranks and whatever was asked before."""
         if not self.outage_every_s:

@@ -98,7 +98,7 @@ def joined_over_gloo(
 ) -> WordLine:
     """Join the line of a rank's control messages over gloo. is_first: True for rank 0's end."""
     pair = line_of(store, rank=rank, beginning=beginning, is_first=is_first, within_s=within_s)
-    return _JoinedLine(pair, peer=rank if is_first else 0)
+    return JoinedLine(pair, peer=rank if is_first else 0)
 
 
 def line_of(store: Store, rank: int, beginning: int, is_first: bool, within_s: float) -> GlooPair:
@@ -166,7 +166,7 @@ def decode(buffer: torch.Tensor, sender: str) -> ControlMessage:
     return ControlMessage(WordKind(kind), name, text)
 
 
-class _JoinedLine:
+class JoinedLine:
     """A line that has been joined. Raises RuntimeError once the other side is gone."""
 
     def __init__(self, pair: GlooPair, peer: int) -> None:

@@ -118,7 +118,7 @@ class Ends:
             peer=self.detector.peers[peer],
             progress=None if may_be_late else self.detector.progress,
             queued=self.queued,
-            clock=self._clock_to(peer, boundary),
+            clock=self.clock_to(peer, boundary),
             overdue_s=self.layout.overdue_s(self.rank, peer=peer, num_bytes=capacity_bytes),
             blocked=blocked,
         )
@@ -217,7 +217,7 @@ class Ends:
     def _name(self, peer: int) -> str:
         return f"rank {peer} of cloud {self.layout.placement(peer).cloud!r}"
 
-    def _clock_to(self, peer: int, boundary: int) -> LinkClock | None:
+    def clock_to(self, peer: int, boundary: int) -> LinkClock | None:
         """Return the clock of messages from this rank to `peer`, shared by all ranks of the two
         clouds, or of those between stages by all that send to `peer`; None where nothing is
         emulated. boundary: see `out`."""

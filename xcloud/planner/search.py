@@ -150,7 +150,7 @@ def splits_of(
     cuts = [i + 1 for i, piece in enumerate(pieces[:-1]) if piece.boundary is not None]
     if math.comb(len(cuts), num_stages - 1) <= max_splits:
         return [(*chosen, last) for chosen in combinations(cuts, num_stages - 1)]
-    even = _even_split(pieces, cuts, slowness=slowness or [1.0] * num_stages)
+    even = even_split(pieces, cuts, slowness=slowness or [1.0] * num_stages)
     # Too many to list: the balanced one, and each of its cuts moved by one piece.
     splits = {(*even, last)}
     for place, cut in enumerate(even):
@@ -161,7 +161,7 @@ def splits_of(
     return sorted(splits)
 
 
-def _even_split(
+def even_split(
     pieces: Sequence[ModelPiece], cuts: Sequence[int], slowness: Sequence[float]
 ) -> tuple[int, ...]:  # fmt: skip
     """Return the cuts whose slowest stage is fastest, at one sample: by dynamic programming."""

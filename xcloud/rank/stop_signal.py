@@ -23,11 +23,11 @@ class StopSignal:
     is_armed: bool = False
     is_reported: bool = False  # to rank 0
     before_exit: Callable[[], object] = lambda: None  # where it ends at once
-    _asked_at_s: float | None = None
+    asked_at_s: float | None = None
 
     @property
     def was_asked(self) -> bool:
-        return self._asked_at_s is not None
+        return self.asked_at_s is not None
 
     @contextmanager
     def armed(self, can_save: bool) -> Iterator[None]:
@@ -49,11 +49,11 @@ class StopSignal:
             now_s = time.monotonic()
             # A handler runs in the main thread between two bytecodes, so it only notes the
             # request: whoever asks `was_asked` next ends in order.
-            again = now_s - (self._asked_at_s or now_s) > self._TWICE_WITHIN_S
+            again = now_s - (self.asked_at_s or now_s) > self._TWICE_WITHIN_S
             if again or not self.is_armed:
                 self.before_exit()
                 os._exit(128 + number if again else exit_code)
-            self._asked_at_s = self._asked_at_s or now_s
+            self.asked_at_s = self.asked_at_s or now_s
 
         for number in numbers:
             signal.signal(number, take)

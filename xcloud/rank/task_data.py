@@ -67,7 +67,7 @@ def load(
     """
     fields = experiment.fields_of(rendezvous.rank)
     data = (task or experiment.task).load(fields, experiment.seed)
-    _check_fields(data, fields)
+    check_fields(data, fields)
     # Only now is known what the labels are like; a defence that cannot protect them ends the run
     # before anything has crossed.
     for defence in filter(None, experiment.security.defences.values()):
@@ -172,7 +172,7 @@ def _spread(data: TaskData, count: int) -> Batch:
     return data.batch("train", ids)
 
 
-def _check_fields(data: TaskData, fields: frozenset[str]) -> None:
+def check_fields(data: TaskData, fields: frozenset[str]) -> None:
     """Raise DataError, before anything is computed, for a task that reads more than it was asked
     for."""
     if data.num_samples("train"):

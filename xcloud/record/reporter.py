@@ -56,7 +56,7 @@ class EventFile:
         self._lock = threading.Lock()
         self._path = path
         # Unbuffered: what is written is in the file even if the process is killed.
-        self._file = open(path, "ab", buffering=0, opener=files.no_link)
+        self.file = open(path, "ab", buffering=0, opener=files.no_link)
         with open(path, "rb") as file:
             end = file.seek(0, os.SEEK_END)
             # An earlier attempt at the run was killed while it wrote if the file ends without a
@@ -88,7 +88,7 @@ class EventFile:
             try:
                 # A write to a full disk may take a part of the data and say no error.
                 while num_written < len(data):
-                    num_new = self._file.write(data[num_written:])  # may be partial
+                    num_new = self.file.write(data[num_written:])  # may be partial
                     if not num_new:
                         raise OSError("nothing could be written")
                     num_written += num_new
@@ -154,7 +154,7 @@ class EventFile:
             self._waiting.clear()
             self._changed.notify_all()
         with self._lock:
-            self._file.close()
+            self.file.close()
             self._count_crowded_out()
             if self.lost is not None:
                 self.lost.write(self._path.with_name(LOST_LINES_FILE))
@@ -313,7 +313,7 @@ class Reporter:
         if self.state is not None:
             self.state.on_event(event, fields=fields)
         if self.is_abroad:
-            fields = {name: _without_paths(value) for name, value in fields.items()}
+            fields = {name: without_paths(value) for name, value in fields.items()}
         self._pending.append(
             json.dumps({**head, **fields}, separators=(",", ":")).encode() + b"\n"
         )
@@ -364,12 +364,12 @@ the line goes, and what follows up to the next colon or comma."""
 A_PATH = "(a path)"
 
 
-def _without_paths(value: Any) -> Any:
+def without_paths(value: Any) -> Any:
     """Return a value of an event with every absolute path in its texts left out."""
     if isinstance(value, str):
         return _PLAIN.sub(A_PATH, _QUOTED.sub(rf"\1{A_PATH}\1", value))
     if isinstance(value, Mapping):
-        return {key: _without_paths(each) for key, each in value.items()}
+        return {key: without_paths(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_paths(each) for each in value]
+        return [without_paths(each) for each in value]
     return value

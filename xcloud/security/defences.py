@@ -205,10 +205,10 @@ class Marvell(Defence):
         rows = tensor.detach().flatten(1).double()
         flat = rows.new_zeros(*has_row.shape, rows.shape[1])
         flat[has_row] = rows
-        noise = self._noise(flat.flatten(1), is_1=labels.to(tensor.device) == 1, chance=chance)
+        noise = self.noise(flat.flatten(1), is_1=labels.to(tensor.device) == 1, chance=chance)
         return tensor + noise.view_as(flat)[has_row].view_as(tensor).to(tensor.dtype)
 
-    def _noise(self, flat: Tensor, is_1: Tensor, chance: np.random.Generator) -> Tensor:
+    def noise(self, flat: Tensor, is_1: Tensor, chance: np.random.Generator) -> Tensor:
         """Return noise float64 [B, d].
 
         is_1: bool [B].

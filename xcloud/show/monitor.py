@@ -84,7 +84,7 @@ class Monitor:
         self.past: int | None = None  # events of earlier attempts; None: all that are there
         self._reader = EventReader(run_dir / EVENTS_FILE)
         about = {"run": experiment.run_name, "run_dir": str(run_dir.absolute())}
-        self._notices = Notices(command=experiment.launch.on_event, about=about)
+        self.notices = Notices(command=experiment.launch.on_event, about=about)
         self._has_told_of_divergence = False  # in this attempt
         self._progress: ProgressLine | None = ProgressLine(
             experiment.max_steps, next_merge=experiment.next_merge
@@ -185,16 +185,16 @@ class Monitor:
         # Each update after the first would say the same.
         if kind == "skipped_update" and not self._has_told_of_divergence:
             self._has_told_of_divergence = True
-            self._notices.send("diverged", step=event["step"])
+            self.notices.send("diverged", step=event["step"])
         elif kind == "absence" and event["what"] == "left":
-            self._notices.send("cloud_lost", cloud=event["absent"], step=event["step"])
+            self.notices.send("cloud_lost", cloud=event["absent"], step=event["step"])
         elif kind == "producer" and event["state"] == "dead":
-            self._notices.send("cloud_lost", cloud=event["producer"], step=event["step"])
+            self.notices.send("cloud_lost", cloud=event["producer"], step=event["step"])
         elif names := NOTIFIED.get(kind):
-            self._notices.send(kind, **{name: event[name] for name in names})
+            self.notices.send(kind, **{name: event[name] for name in names})
         elif kind == "resume":
             self._has_told_of_divergence = False
-            self._notices.send("resumed", step=event["step"])
+            self.notices.send("resumed", step=event["step"])
 
     def _with_more(self, event: Event) -> Event:
         """Return an event with what is shown of it, and never in it: a report may leave the cloud
@@ -243,9 +243,9 @@ class Monitor:
         failures = [read_json(path) for path in self.run_dir.glob("rank*.error.json")]
         ended = {"step": self._statistics.num_steps, "cause": cause}
         if cause is not None and any(one.get("kind") == "TrainingDiverged" for one in failures):
-            self._notices.send("diverged", **ended)
-        self._notices.send("ended", status=status, **ended)
-        self._notices.close()
+            self.notices.send("diverged", **ended)
+        self.notices.send("ended", status=status, **ended)
+        self.notices.close()
         return summary
 
     def _write_record(self, status: Status, cause: str | None, is_raised: bool) -> dict[str, Any]:

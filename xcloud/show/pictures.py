@@ -135,7 +135,7 @@ def write_step_time(path: Path, run: RunRecord, title: str) -> Path | None:
     unit, per_s = ("ms", 1e3) if np.median(step_s) < 1 else ("s", 1.0)
     _draw_parts(left, run, skip, per_s=per_s)
     left.set_xlabel(f"{unit} of a step (mean of {len(step)} steps, ranks of a cloud)")
-    _draw_times(right, step, taken=per_s * step_s, unit=unit)
+    draw_times(right, step, taken=per_s * step_s, unit=unit)
     top = right.get_ylim()[1]
     for at_step, text in run.marks:
         # Behind the step, as what an event changes begins with the next one.
@@ -145,9 +145,7 @@ def write_step_time(path: Path, run: RunRecord, title: str) -> Path | None:
     return save(figure, path=path)
 
 
-def _draw_times(
-    axes: Axes, step: NDArray[np.int64], taken: NDArray[np.float64], unit: str
-) -> None:
+def draw_times(axes: Axes, step: NDArray[np.int64], taken: NDArray[np.float64], unit: str) -> None:
     """Draw the step time over the run. taken: the time of each step, in `unit`."""
     # Two thousand points are all that a picture of this width can show.
     every = math.ceil(len(step) / 2000)
@@ -205,7 +203,7 @@ def write_timeline(
 ) -> Path:
     """predicted: a step that a plan foresaw, drawn above at the same scale."""
     shown = [timeline] if predicted is None else [predicted, timeline]
-    lanes = [list(_lanes(one)) for one in shown]
+    lanes = [list(lanes_of(one)) for one in shown]
     # Both on one scale, so that prediction and step can be compared.
     longest_us = max(one.until_us for one in shown)
     per_us, unit = (1e-3, "ms") if longest_us < 1e7 else (1e-6, "s")
@@ -213,21 +211,21 @@ def write_timeline(
     figure = canvas(title, width_in=_WIDTH_IN, height_in=height_in)
     panels = column(figure, heights=[len(rows) + 0.7 for rows in lanes])
     for axes, one, rows in zip(panels, shown, lanes, strict=True):
-        bars = list[_Bar]()
+        bars = list[Bar]()
         # Lanes from top to bottom.
         for y, (_, content) in enumerate(rows):
             if isinstance(content, Lane):
                 bars += _bars_of_rank(y, lane=content)
             else:
-                bars += _bars_of_link(y, rows=content)
-        _draw(
+                bars += bars_of_link(y, rows=content)
+        draw_bars(
             axes,
             bars=bars,
             per_us=per_us,
             inches_per_unit=0.85 * _WIDTH_IN / max(per_us * longest_us, 1e-9),
         )
         axes.set_title(
-            _headed(one, is_predicted=one is predicted), fontsize=TITLE_POINTS, loc="left"
+            heading_of(one, is_predicted=one is predicted), fontsize=TITLE_POINTS, loc="left"
         )
         axes.set_yticks(range(len(rows)), [label for label, _ in rows])
         # Downwards, with half a lane around.
@@ -238,7 +236,7 @@ def write_timeline(
         axes.tick_params(left=False)
     panels[-1].set_xlabel(f"{unit} since the step began ({timeline.clocks})")
     # Each colour once, whichever of the two has it.
-    handles = {handle.get_label(): handle for one in shown for handle in _legend(one)}
+    handles = {handle.get_label(): handle for one in shown for handle in legend_of(one)}
     figure.legend(
         handles=list(handles.values()), loc="outside lower center",
         ncols=math.ceil(len(handles) / 2), frameon=False, fontsize=8,
@@ -246,7 +244,7 @@ def write_timeline(
     return save(figure, path=path)
 
 
-def _headed(timeline: Timeline, is_predicted: bool) -> str:
+def heading_of(timeline: Timeline, is_predicted: bool) -> str:
     named = f"step {timeline.step}" if not is_predicted else "predicted"
     text = f"{named}: {human_seconds(1e-6 * timeline.step_us)}"
     if timeline.bubble_ratio is None:
@@ -255,7 +253,7 @@ def _headed(timeline: Timeline, is_predicted: bool) -> str:
     return f"{text}, bubble ratio {timeline.bubble_ratio:.2f}{more}"
 
 
-def _lanes(timeline: Timeline) -> Iterator[tuple[str, Lane | Sequence[Sequence[Flight]]]]:
+def lanes_of(timeline: Timeline) -> Iterator[tuple[str, Lane | Sequence[Sequence[Flight]]]]:
     """Links between a pair of clouds come below the ranks of the upper one; links without a
     boundary come last."""
     clouds = timeline.clouds
@@ -277,7 +275,7 @@ def _lanes(timeline: Timeline) -> Iterator[tuple[str, Lane | Sequence[Sequence[F
     yield from minor
 
 
-def _legend(timeline: Timeline) -> Iterator[Patch]:
+def legend_of(timeline: Timeline) -> Iterator[Patch]:
     used = {box.what for lane in timeline.lanes for box in lane.boxes}
     named = dict.fromkeys(entry for what, entry in KINDS.items() if what in used)
     for colour, label in named:
@@ -291,7 +289,7 @@ def _legend(timeline: Timeline) -> Iterator[Patch]:
         yield Patch(facecolor=OTHER_FLIGHT, label=", ".join(sorted(kinds - FLIGHTS.keys())))
 
 
-class _Bar(NamedTuple):
+class Bar(NamedTuple):
     """A bar of a picture.
 
     y: height of its middle.
@@ -308,16 +306,16 @@ class _Bar(NamedTuple):
     text: str = ""
 
 
-def _bars_of_rank(y: int, lane: Lane) -> Iterator[_Bar]:
+def _bars_of_rank(y: int, lane: Lane) -> Iterator[Bar]:
     # The whole step in white, so that what nothing covers shows as idle.
-    yield _Bar(
+    yield Bar(
         y, height=0.72, from_us=lane.from_us, until_us=lane.until_us, colour="white", edge=FAINT
     )
     # With several stages a rank the number alone tells micro-batches not apart.
     several = len({box.stage for box in lane.boxes if box.direction}) > 1
     # In the order of KINDS: waiting is drawn before what may lie over it.
     for box in sorted(lane.boxes, key=lambda box: list(KINDS).index(box.what)):
-        bar = _Bar(
+        bar = Bar(
             y, height=0.72, from_us=box.from_us, until_us=box.until_us, colour=KINDS[box.what][0]
         )
         if box.what in ("forward", "backward", "weights"):
@@ -326,7 +324,7 @@ def _bars_of_rank(y: int, lane: Lane) -> Iterator[_Bar]:
         yield bar
 
 
-def _bars_of_link(y: int, rows: Sequence[Sequence[Flight]]) -> Iterator[_Bar]:
+def bars_of_link(y: int, rows: Sequence[Sequence[Flight]]) -> Iterator[Bar]:
     """Boxes on the line, with a thin tail until the message arrived."""
     # Messages that overlap share the lane's height.
     height = 0.6 / len(rows)
@@ -336,7 +334,7 @@ def _bars_of_link(y: int, rows: Sequence[Sequence[Flight]]) -> Iterator[_Bar]:
             colour = FLIGHTS.get(flight.kind, OTHER_FLIGHT)
             # In narrow rows no number fits.
             text = str(flight.micro_batch) if len(rows) <= 2 and flight.kind in FLIGHTS else ""
-            yield _Bar(
+            yield Bar(
                 y=middle,
                 height=height,
                 from_us=flight.from_us,
@@ -347,7 +345,7 @@ def _bars_of_link(y: int, rows: Sequence[Sequence[Flight]]) -> Iterator[_Bar]:
             )
             # What it takes to arrive: the latency, thinner.
             tail = middle + 0.38 * height
-            yield _Bar(
+            yield Bar(
                 y=tail,
                 height=0.05,
                 from_us=flight.until_us,
@@ -356,7 +354,7 @@ def _bars_of_link(y: int, rows: Sequence[Sequence[Flight]]) -> Iterator[_Bar]:
             )
 
 
-def _draw(axes: Axes, bars: Sequence[_Bar], per_us: float, inches_per_unit: float) -> None:
+def draw_bars(axes: Axes, bars: Sequence[Bar], per_us: float, inches_per_unit: float) -> None:
     """inches_per_unit: scale of the time axis."""
     rectangles = []
     edges = []

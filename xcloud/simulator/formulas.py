@@ -281,7 +281,7 @@ def memory_of(
         )
         # Over the boundary before the stage and over the one behind it.
         queued = sum(
-            _max_queued(
+            max_queued(
                 schedule,
                 stage=end,
                 num_stages=p,
@@ -306,7 +306,7 @@ def memory_of(
 
 
 @lru_cache(maxsize=65536)
-def _max_queued(
+def max_queued(
     schedule: Schedule,
     stage: int,
     num_stages: int,

@@ -87,7 +87,7 @@ class Jobs:
         self._asking = Lock()
         self._asked_at_s = 0.0
         self._queued: dict[str, str] = {}
-        self._followed: list[SubmittedJob] = []
+        self.followed: list[SubmittedJob] = []
         self._said = set[str]()
         # Looked for first: without it every point would fail by itself.
         if on == "slurm" and shutil.which("sbatch") is None:
@@ -134,7 +134,7 @@ class Jobs:
     def end(self) -> None:
         """Leave the jobs to themselves; cancel them at a second Ctrl+C within a few seconds."""
         self._ending.set()
-        jobs = len(self._followed)
+        jobs = len(self.followed)
         say(
             f"\n{jobs} job{'s' * (jobs != 1)} continue; the same command follows them. "
             f"Ctrl+C once more within {CANCEL_WITHIN_S:g} s, to cancel them"
@@ -145,7 +145,7 @@ class Jobs:
         except KeyboardInterrupt:
             # From here on Ctrl+C would leave some jobs uncancelled.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-            for job in self._followed:
+            for job in self.followed:
                 if job.on == "slurm":
                     subprocess.run(["scancel", job.id], check=False)
                 else:
@@ -192,7 +192,7 @@ class Jobs:
                 break
             except Exception as error:
                 said = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-                if not _is_full(said):
+                if not is_full(said):
                     # A full queue is waited for, any other refusal is the point's failure.
                     raise RunFailed(f"the job was not taken: {said}") from error
                 self._say_once(f"the queue takes no more jobs now: {said}")
@@ -211,7 +211,7 @@ class Jobs:
 
     def _follow(self, point: Point, job: SubmittedJob) -> None:
         """Block until a job is neither queued nor runs, and say what becomes of it."""
-        self._followed.append(job)
+        self.followed.append(job)
         # Only changes are said.
         said = ""
         while (state := self._state(job)) is not None:
@@ -220,7 +220,7 @@ class Jobs:
                 say(f"[{point.name}] job {job.id}: {state.lower()}")
             if self._ending.wait(POLL_S[self._on]):
                 raise KeyboardInterrupt
-        self._followed.remove(job)
+        self.followed.remove(job)
 
     def _running(self, run_dir: Path) -> SubmittedJob | None:
         """Return the job of a folder that is queued or runs; None if there is none."""
@@ -310,7 +310,7 @@ def check_shared_locks(folder: Path) -> None:
     finally:
         probe.unlink(missing_ok=True)
     # Others give locks that hold within one machine alone, which only its options show.
-    place, kind, options = _mount_of(folder)
+    place, kind, options = mount_of(folder)
     if own := sorted(OWN_LOCKS & set(options)):
         raise ConfigError(
             f"{folder} lies on {place} ({kind}), mounted with {', '.join(own)}: a lock of one "
@@ -319,7 +319,7 @@ def check_shared_locks(folder: Path) -> None:
         )
 
 
-def _mount_of(
+def mount_of(
     folder: Path, table: Path = Path("/proc/self/mountinfo")
 ) -> tuple[str, str, list[str]]:
     """Return where the file system of a folder is mounted, its kind and its options."""
@@ -337,7 +337,7 @@ def _mount_of(
     return best
 
 
-def _is_full(said: str) -> bool:
+def is_full(said: str) -> bool:
     """Return whether a queue will take a job later, by the last line of why it took none."""
     words = ("limit", "temporarily", "try again", "timed out")
     return any(word in said.lower() for word in words)

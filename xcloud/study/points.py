@@ -343,7 +343,7 @@ class SweepState:
             if point.row:
                 folder = point.row if point.row in self.points else None
             if folder is None:
-                folder = _free_name(point.folder, taken)
+                folder = free_name(point.folder, taken)
                 taken.add(folder)
                 decisions.append(Decision(point, verdict="run", folder=folder))
             else:
@@ -376,7 +376,7 @@ class SweepState:
             earlier = self.folder / EARLIER_DIR
             # The run in MLflow that this one replaces is named here, for its tracker.
             earlier.mkdir(exist_ok=True)
-            left = run_dir.rename(earlier / _free_name(run_dir.name, taken=os.listdir(earlier)))
+            left = run_dir.rename(earlier / free_name(run_dir.name, taken=os.listdir(earlier)))
             run_dir.mkdir()
             if (left / TRACKED_FILE).exists():
                 shutil.copyfile(left / TRACKED_FILE, run_dir / REPLACED_FILE)
@@ -450,7 +450,7 @@ def code_fingerprint() -> str:
     return hashlib.sha256(repr(files).encode()).hexdigest()[:12]
 
 
-def _free_name(name: str, taken: Collection[str]) -> str:
+def free_name(name: str, taken: Collection[str]) -> str:
     """Return the name itself, or NAME-2, NAME-3 and so on where it is taken."""
     # Names are taken by folders of other points, also of earlier commands.
     names = chain([name], (f"{name}-{number}" for number in count(2)))

@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.site:
         say(write_sweep_site(results, files=written, title=f"Sweep {title}", folder=given.site))
     if len(opened) > 1:
-        _compare(results)
+        compare(results)
     return 0
 
 
@@ -352,7 +352,7 @@ def write_swept(folder: Path, swept: Swept) -> Path:
     return tables.write_csv(table, path=folder / SWEPT_FILE, float_format="{:g}".format)
 
 
-def _compare(results: Results) -> None:
+def compare(results: Results) -> None:
     """Print the settings that differ between sweeps, and compare rows with the same label."""
     first, *others = results.sweeps
     # Settings that a sweep varies by itself are not what tells it from another.

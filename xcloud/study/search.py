@@ -287,7 +287,7 @@ class Search:
         what it asks. Its model is a Gaussian process, which learns from few runs: with
         tree-structured Parzen estimators half of the searches of 12 runs ended behind a grid."""
         optuna = imported()
-        first = self._first()
+        first = self.first_params()
         sampler = optuna.samplers.GPSampler(
             seed=self.settings.sampler_seed * 10_000 + len(tried),
             n_startup_trials=max(MIN_KNOWN, len(first)),
@@ -295,7 +295,7 @@ class Search:
         directions = ["minimize"] * len(self.settings.objectives)
         study = optuna.create_study(directions=directions, sampler=sampler)
         for params, values in zip(
-            (each.params for each in tried.values()), self._as_sampled(tried.values()), strict=True
+            (each.params for each in tried.values()), self.as_sampled(tried.values()), strict=True
         ):
             study.add_trial(
                 optuna.trial.create_trial(
@@ -307,7 +307,7 @@ class Search:
                 study.enqueue_trial(params)
         return study
 
-    def _first(self) -> list[dict[str, Any]]:
+    def first_params(self) -> list[dict[str, Any]]:
         """Return the settings to begin with: each choice once, and all numbers in their middle."""
         choices = {
             k: kind.choices for k, kind in self.space.varied.items() if hasattr(kind, "choices")
@@ -321,7 +321,7 @@ class Search:
             for number in range(min(count, max(1, self.settings.runs // 2)))
         ]
 
-    def _as_sampled(self, tried: Collection[Tried]) -> list[list[float]]:
+    def as_sampled(self, tried: Collection[Tried]) -> list[list[float]]:
         """Return the results of each setting as the sampler is told them. Of bytes and seconds
         factors count. A run that diverged counts as not much worse than the middle, or it would
         hide how all others differ. A setting without results counts as bad as the worst, or the

@@ -206,12 +206,15 @@ def columns_of(samples: Sequence[Sequence[Document]]) -> dict[str, TokenTable]:
 
 class CausalTokenizer:
     """A tokenizer of transformers with an end-of-text token. Padding it needs none. Kept as a
-    folder that AutoTokenizer loads, the chat template with it."""
+    folder that AutoTokenizer loads, the chat template with it.
+
+    pretrained: the tokenizer of transformers itself.
+    """
 
     def __init__(self, pretrained: Any, name: str) -> None:
         if pretrained.eos_token_id is None:
             raise DataError(f"tokenizer {name} has no end-of-text token (eos_token): use another")
-        self._pretrained = pretrained
+        self.pretrained = pretrained
         self._name = name
         self.learns_chats = False  # or it did: a prompt is then a question
         self.date = DATE
@@ -255,7 +258,7 @@ class CausalTokenizer:
         found = CausalTokenizer(pretrained=choice.load(), name=choice.name_or_path)
         # Read here and not when saving, as the folder may be gone by then.
         found._generation = generation_config(resolve(choice.name_or_path))
-        found.remark = choice.replaced_rules(found._pretrained.backend_tokenizer)
+        found.remark = choice.replaced_rules(found.pretrained.backend_tokenizer)
         folder = Path(resolve(choice.name_or_path)).expanduser()
         own, other = folder / TEMPLATE_FILE, folder / "tokenizer_config.json"
         # transformers reads the file, as it is newer than the key. Both may stand there after
@@ -286,9 +289,9 @@ class CausalTokenizer:
     def save(self, folder: Path) -> None:
         """Write it for transformers, with the tokens at which a model that learned by it ends."""
         # What is written is served: it names no code, whatever the folder did that it came from.
-        for key in [key for key in self._pretrained.init_kwargs if key in NAMES_CODE]:
-            del self._pretrained.init_kwargs[key]
-        self._pretrained.save_pretrained(folder)
+        for key in [key for key in self.pretrained.init_kwargs if key in NAMES_CODE]:
+            del self.pretrained.init_kwargs[key]
+        self.pretrained.save_pretrained(folder)
         given = {key: value for key, value in self._generation.items() if key not in NAMES_CODE}
         generation = {**given, "eos_token_id": sorted(self.ends)}
         (folder / GENERATION_FILE).write_text(json.dumps(generation, indent=2) + "\n", "utf-8")
@@ -321,8 +324,8 @@ class CausalTokenizer:
         after = self.reader.encode_written([written.rpartition(content)[2]])[0]
         # Some checkpoints mark the end of a turn as special without naming it among their special
         # tokens (<|eot_id|>).
-        added = self._pretrained.added_tokens_decoder
-        special = {*self._pretrained.all_special_ids, *(n for n, t in added.items() if t.special)}
+        added = self.pretrained.added_tokens_decoder
+        special = {*self.pretrained.all_special_ids, *(n for n, t in added.items() if t.special)}
         return next((token for token in after if token in special), None)
 
     def samples(
@@ -522,12 +525,12 @@ class CausalTokenizer:
     @cached_property
     def _writes_begin(self) -> bool:
         """Return True if the tokenizer itself begins a text with the begin token."""
-        return bool(self._first) and self._pretrained.encode("")[:1] == self._first
+        return bool(self._first) and self.pretrained.encode("")[:1] == self._first
 
     def encode_itself(self, text: str) -> list[int]:
         """Return the tokens of a plain text, behind the begin token only where the tokenizer
         itself writes it or the text has it."""
-        begin = self._pretrained.bos_token
+        begin = self.pretrained.bos_token
         # Harnesses put the begin token's text in front themselves; as a text it would be cut into
         # pieces.
         if begin and text.startswith(begin):
@@ -536,21 +539,21 @@ class CausalTokenizer:
 
     def special_ids(self, texts: Iterable[str]) -> frozenset[int]:
         """Return the ids of those texts that are special tokens, which `decode` leaves out."""
-        added = self._pretrained.added_tokens_decoder
+        added = self.pretrained.added_tokens_decoder
         special = {token.content: number for number, token in added.items() if token.special}
         return frozenset(special[text] for text in texts if text in special)
 
     @cached_property
     def digest(self) -> int:
         """A 32-bit digest of vocabulary, rules and chat template."""
-        described = (self.token_ids, self._first, self._pretrained.chat_template)
-        return digest_32(f"{described!r} {self._pretrained.backend_tokenizer.to_str()}")
+        described = (self.token_ids, self._first, self.pretrained.chat_template)
+        return digest_32(f"{described!r} {self.pretrained.backend_tokenizer.to_str()}")
 
     def decode(self, ids: Iterable[int], as_written: bool = False) -> str:
         """Return the text of tokens. as_written: as it grows token by token, so without what some
         tokenizers clean up afterwards (do n't), which changes letters before."""
         how: dict[str, Any] = {"clean_up_tokenization_spaces": False} if as_written else {}
-        return str(self._pretrained.decode(list(ids), skip_special_tokens=True, **how))
+        return str(self.pretrained.decode(list(ids), skip_special_tokens=True, **how))
 
     def render(
         self, messages: Messages, ask: bool, where: str, given: Mapping[str, Any] = {}
@@ -562,13 +565,13 @@ class CausalTokenizer:
         """
         # What a user wrote is escaped, keys too, and what the template adds is not.
         plain = [self.reader.escape(dict(message)) for message in messages]
-        how = {**self._pretrained.special_tokens_map, "add_generation_prompt": ask}
+        how = {**self.pretrained.special_tokens_map, "add_generation_prompt": ask}
         how |= self.reader.escape(dict(given))
         try:
             # Of several templates the one named tool_use writes chats with tools.
-            template = self._pretrained.get_chat_template(tools=given.get("tools"))
+            template = self.pretrained.get_chat_template(tools=given.get("tools"))
         except ValueError as error:
-            named = self._pretrained.chat_template
+            named = self.pretrained.chat_template
             there = f"only templates named {listed(sorted(named))}" if named else "none"
             raise DataError(
                 f"{where}: a chat needs a chat template, and {self._name} has {there}: write one "
@@ -813,7 +816,7 @@ class LanguageData(View[LanguageModelling]):
 
     def __init__(self, task: LanguageModelling, corpus: Corpus, fields: frozenset[str]) -> None:
         self._tokenizer: CausalTokenizer | None = None
-        self._documents: dict[DataSplit, list[list[int]]] = {}  # their numbers, by sample
+        self.documents: dict[DataSplit, list[list[int]]] = {}  # their numbers, by sample
         columns: dict[str, dict[DataSplit, TokenTable]] = {name: {} for name in task.fields}
         packed: list[str] = []
         remarks: list[str] = []
@@ -827,7 +830,7 @@ class LanguageData(View[LanguageModelling]):
                 samples, found = task.samples(
                     self._tokenizer, rows, where=f"{task.describe()}, {split}"
                 )
-                self._documents[split] = [[document.number for document in of] for of in samples]
+                self.documents[split] = [[document.number for document in of] for of in samples]
                 for field, table in columns_of(samples).items():
                     columns[field][split] = table
                 num_tokens = columns["text"][split].num_tokens
@@ -860,7 +863,7 @@ class LanguageData(View[LanguageModelling]):
                 remarks.append(self._tokenizer.other_template)
             if self._tokenizer.writes_date:
                 remarks.append(f"the chat template writes the date {task.date} (task.date)")
-        sizes = {split: len(samples) for split, samples in self._documents.items()}
+        sizes = {split: len(samples) for split, samples in self.documents.items()}
         super().__init__(
             task, corpus, fields, {"text": self._tokenizer}, columns, sizes, remarks=remarks,
             in_words=", ".join(packed), cuts=cuts,
@@ -897,7 +900,7 @@ class LanguageData(View[LanguageModelling]):
         errors are over documents. Predicted are millionths of a nat and tokens of each document,
         or piece of one, in a sample."""
         self.check_predictions(split, predictions)
-        return scores_of(predictions, documents=self._documents[split])
+        return scores_of(predictions, documents=self.documents[split])
 
     def signature(self) -> dict[str, str]:
         over = "over all guessed tokens of the tokenizer, end tokens among them"

@@ -341,15 +341,15 @@ class QuestionAnsweringData(View[QuestionAnswering]):
             # In the order of the task's fields: text, types, label.
             for column, cells in zip(columns.values(), found, strict=True):
                 column[split] = cells
-        self._windows = windows if fields else {}
+        self.windows = windows if fields else {}
         self.head = Head(kind="span", num_outputs=2) if "label" in fields else None
-        remarks = [f"windows of the questions {counted(corpus.counts)}"] if self._windows else []
+        remarks = [f"windows of the questions {counted(corpus.counts)}"] if self.windows else []
         super().__init__(task, corpus, fields, tokenizers, columns, sizes, remarks, cuts=cuts)
 
     def sentences(self, field: str) -> Sequence[Sequence[int]]:
         """Return training questions and the paragraph parts of their windows."""
         self.tokenizer(field)
-        windows = self._windows["train"]
+        windows = self.windows["train"]
         texts = [windows.table.texts(i) for i in range(self._rows["train"])]
         # The last window of a question stays, as its question is the same in all.
         questions = dict(zip(windows.question_of, texts, strict=True))
@@ -360,7 +360,7 @@ class QuestionAnsweringData(View[QuestionAnswering]):
         each the best span over all windows."""
         self.check_predictions(split, predictions)
         # question -> window
-        windows = self._windows[split]
+        windows = self.windows[split]
         best = dict[int, int]()
         # Sorted, and replaced only by a better one, so that of equal ones the first window counts.
         for window in sorted(predictions):
@@ -393,7 +393,7 @@ class QuestionAnsweringData(View[QuestionAnswering]):
         }
 
     def shown(self, split: DataSplit, ident: int) -> Mapping[str, str]:
-        return {"question": self._windows[split].asked.texts["question"][ident]}
+        return {"question": self.windows[split].asked.texts["question"][ident]}
 
 
 @settings("task.data", kw_only=True)

@@ -189,7 +189,7 @@ class TranslationData(View[Translation], TranslationText):
         }
         self._further = {key: self.table(key, corpus.further[key]) for key in tokenizers}
         # Raw, for scoring: references are neither truncated nor tokenised.
-        self._references = texts.get("target", {})
+        self.references = texts.get("target", {})
         cuts = {f"{key} texts cut": cuts_of(tables) for key, tables in self._tables.items()}
         for key, table in self._further.items():
             further = Cut(num=table.num_cut, of=len(table), setting="task.max_length")
@@ -214,7 +214,7 @@ class TranslationData(View[Translation], TranslationText):
         from sums of counts over sentences, which a sample's line has too (bleu_counts …)."""
         self.check_predictions(split, predictions)
         samples: dict[int, dict[str, Any]] = {
-            i: {"prediction": self.decode(predictions[i]), "reference": self._references[split][i]}
+            i: {"prediction": self.decode(predictions[i]), "reference": self.references[split][i]}
             for i in sorted(predictions)
         }
         values = {}

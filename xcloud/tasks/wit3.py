@@ -70,7 +70,7 @@ class Wit3(InFolder):
             name=f"train.tags.{pair}",
             kind="lines",
             paths=train,
-            read=lambda path: (_clean(s) for s in read_lines(path) if not TAGGED.match(s)),
+            read=lambda path: (clean(s) for s in read_lines(path) if not TAGGED.match(s)),
         )
         tables: Tables = {"train": {"": [train_file]}}
         # An empty list leaves a split to be held out of train.
@@ -102,12 +102,12 @@ def _set(folder: Path, name: str, pair: str) -> TextFile:
 
 def _segments(path: Path) -> list[str]:
     # A segment may reach over a line's end, so the file is read whole.
-    texts = [_clean(text) for text in SEGMENT.findall("\n".join(read_lines(path)))]
+    texts = [clean(text) for text in SEGMENT.findall("\n".join(read_lines(path)))]
     if not texts:
         raise DataError(f"{path}: no <seg id=…> text </seg> in it")
     return texts
 
 
-def _clean(text: str) -> str:
+def clean(text: str) -> str:
     # Entities of the .xml stand in train.tags, too. Runs of spaces are one, on both sides alike.
     return " ".join(unescape(text, QUOTES).split())

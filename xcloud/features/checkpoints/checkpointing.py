@@ -121,7 +121,7 @@ class Checkpointer(Saver):
         if control is not None:
             # Called in the threads of the links; what it does to files runs in the thread that
             # writes.
-            control.listener = lambda peer, frame: self._take(
+            control.listener = lambda peer, frame: self.take_report(
                 peer, frame.key.step, code_of(frame, peer)
             )
 
@@ -243,7 +243,7 @@ class Checkpointer(Saver):
         # more.
         for step, ranks in self._ledger.missing.items():
             if peer in ranks:
-                self._take(peer, step, CheckpointMessage.FAILED)
+                self.take_report(peer, step, CheckpointMessage.FAILED)
 
     def settle(self, is_urgent: bool = True) -> None:
         """Block until this rank has written what it began; see CheckpointWriter.wait."""
@@ -269,7 +269,7 @@ class Checkpointer(Saver):
 
     def _tell(self, peer: int, step: int, message: CheckpointMessage) -> None:
         if peer == self.rank:
-            self._take(peer, step, message)
+            self.take_report(peer, step, message)
         elif self._control is not None and (out := self._control.out.get(peer)):  # else it is gone
             told = torch.tensor([message], dtype=torch.uint8)
             out.send(MessageKey(kind=Kind.CHECKPOINT, step=step), (told,), CHECKPOINT_CARRIES)
@@ -279,7 +279,7 @@ class Checkpointer(Saver):
         failed = CheckpointMessage.FAILED
         self.writer.later(lambda: self._tell(0, step=step, message=failed))
 
-    def _take(self, peer: int, step: int, code: int) -> None:
+    def take_report(self, peer: int, step: int, code: int) -> None:
         """Act on a message. Called in a link's thread, or in the one that writes."""
         # A link's thread must go on reading: files are touched in the thread that writes
         # (`writer.later`), and events are written by the training thread (`Notes.flush`).

@@ -57,7 +57,7 @@ def follow(words: Sequence[str]) -> None:
         )
     url: str = arguments.url or job.training.patches.url or str(arguments.run)
     objects = ObjectStore(url, setting="--from" if arguments.url else URL, writes=False)
-    store = PatchStore(objects, protect=_protection(job))
+    store = PatchStore(objects, protect=protection(job))
     follower = Follower(
         store, run=name_of(job), num_stages=job.cluster.num_stages, last_step=job.max_steps
     )
@@ -76,7 +76,7 @@ def follow(words: Sequence[str]) -> None:
         _keep_current(follower, folder, arguments, context, url=url)
 
 
-def _protection(job: PipelineJob) -> Protect:
+def protection(job: PipelineJob) -> Protect:
     reader = job.training.patches.reader
     if reader is None:
         return plain

@@ -80,7 +80,7 @@ class WritingAtRank(FeatureAtRank):
         return PatchWriter(
             stages,
             plan=WriteTiming(patches.every, patches.whole_every, last_step=job.max_steps),
-            store=PatchStore(ObjectStore(url, setting=URL), protect=_protection(job, rank)),
+            store=PatchStore(ObjectStore(url, setting=URL), protect=protection(job, rank)),
             about={"run": name_of(job), "attempt": context.verdict.attempt},
             data=built.data,
             reporter=context.reporter,
@@ -136,7 +136,7 @@ def name_of(job: PipelineJob) -> str:
     return f"{job.name} s{job.seed}"
 
 
-def _protection(job: PipelineJob, rank: int) -> Protect:
+def protection(job: PipelineJob, rank: int) -> Protect:
     """Return what seals the objects of a rank, if they are for one reader.
 
     Raises ConfigError where this cloud's policy has no key of its own, or no certificate of it.

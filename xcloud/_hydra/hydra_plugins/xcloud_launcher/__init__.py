@@ -97,7 +97,7 @@ class SweepLauncher(Launcher):
         self.given: dict[str, Any] = {**given, "also": None if also is None else dict(also)}
         if given.get("job") is not None:
             self.given["job"] = dict(given["job"])  # type: ignore[call-overload]
-        self._last: Sweep | None = None
+        self.last: Sweep | None = None
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
@@ -157,7 +157,7 @@ class SweepLauncher(Launcher):
             closes=closes,
             again=command_again(name),
         )
-        self._last = sweep
+        self.last = sweep
         return sweep, sweep.run(with_also(given, also=self.settings.also or {}), self.composer)
 
     @property
@@ -185,10 +185,10 @@ class SweepLauncher(Launcher):
 
     def close(self) -> None:
         """Print the table of all points that have run, and make its pictures."""
-        if self._last is not None and self._last.tracker is not None:
+        if self.last is not None and self.last.tracker is not None:
             from xcloud.study.report import close_sweep
 
-            close_sweep(self.folder, tracker=self._last.tracker)
+            close_sweep(self.folder, tracker=self.last.tracker)
 
     @cached_property
     def composer(self) -> Composer:
