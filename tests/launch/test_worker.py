@@ -262,7 +262,7 @@ def test_one_rank_of_each_machine_says_how_the_run_began_and_ended(
 ) -> None:
     settings = two_ranks(tmp_path, monkeypatch)
     monitor = Monitored(0)
-    monkeypatch.setattr(several_machines, "_start_monitor", lambda *_, **__: monitor)
+    monkeypatch.setattr(several_machines, "start_monitor", lambda *_, **__: monitor)
     monkeypatch.setattr(rank_process.RankProcess, "play", lambda *_: is_stopped)
     (tmp_path / "model").mkdir()
     (tmp_path / "link-1.clock").touch()
@@ -290,7 +290,7 @@ def test_a_monitor_that_was_killed_is_told_with_the_command_that_writes_the_reco
     for code, is_told in ((-9, True), (1, False)):
         (tmp_path / "summary.json").write_text("{}")
         monkeypatch.setattr(
-            several_machines, "_start_monitor", lambda *_, code=code, **__: Monitored(code)
+            several_machines, "start_monitor", lambda *_, code=code, **__: Monitored(code)
         )
         monkeypatch.setattr(rank_process.RankProcess, "play", lambda *_: False)
         of_torchrun(tmp_path, 0, True).play(settings, cast(Any, None), Verdict())
