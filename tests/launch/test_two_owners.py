@@ -428,8 +428,8 @@ def test_a_rank_tells_of_its_lines_before_it_leaves_and_closes_them_last(rank: i
     lines.abandon = lambda: done.append("abandoned")
     process: Any = object.__new__(JoinedProcess)
     process.rank = rank
-    process._lines = lines
-    process._detector = SimpleNamespace(
+    process.lines = lines
+    process.detector = SimpleNamespace(
         connected=lambda *of: done.append(of),
         leave=lambda: done.append("left"),
         close=lambda: done.append("ended"),
@@ -460,7 +460,7 @@ def test_a_rank_tells_of_its_lines_before_it_leaves_and_closes_them_last(rank: i
     with mock.patch.object(RankProcess, "fail", lambda process, error: 3):
         assert process.fail(ValueError()) == 3
         assert done == ["ended", "abandoned"]
-        process._detector = process._lines = None  # before the rendezvous
+        process.detector = process.lines = None  # before the rendezvous
         assert process.fail(ValueError()) == 3 and len(done) == 2
 
 

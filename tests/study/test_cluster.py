@@ -531,6 +531,6 @@ def test_a_second_ctrl_c_ends_the_runs_of_this_machine_too(
     monkeypatch.setattr(psutil, "Process", process)
     monkeypatch.setattr(cluster.time, "sleep", Mock(side_effect=KeyboardInterrupt))
     monkeypatch.setattr(cluster.signal, "signal", lambda *of: None)
-    jobs._followed = [cluster.SubmittedJob("local", number, "here") for number in ("41", "42")]
+    jobs.followed = [cluster.SubmittedJob("local", number, "here") for number in ("41", "42")]
     jobs.end()
     assert asked == [7, 8]

@@ -28,7 +28,7 @@ from tests.small_tokenizer import write_chat_tokenizer
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.contracts.model import NO_LABEL, NO_TOKEN
 from xcloud.demo import NUM_ROWS, reviews
-from xcloud.features.preferences.feature import PreferenceTuningAtRank
+from xcloud.features.preferences.feature import PreferenceTuning, PreferenceTuningAtRank
 from xcloud.features.preferences.loss import PreferenceLoss, trained_pieces
 from xcloud.job.config import Settings
 from xcloud.models.causal import CausalLM
@@ -685,7 +685,7 @@ class Built:
 def test_the_last_stage_alone_learns_from_the_loss_of_pairs() -> None:
     job = SimpleNamespace(cluster=SimpleNamespace(num_stages=3), task=SimpleNamespace(beta=0.25))
     context: Any = SimpleNamespace(job=job)
-    at_rank = PreferenceTuningAtRank(context)
+    at_rank = PreferenceTuningAtRank(context, PreferenceTuning())
     made: list[Any] = [at_rank.build_context(n, group=None, context=Built()) for n in range(3)]  # type: ignore[arg-type]
     assert [one.document_loss for one in made[:2]] == [None, None]
     assert made[2].document_loss is at_rank._loss and at_rank._loss.beta == 0.25
