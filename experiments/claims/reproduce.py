@@ -99,11 +99,13 @@ def main(words: Sequence[str] | None = None) -> int:
     data = _data(claim, folder=folder)
     usual = Path("outputs", "quick" if given.quick else "reproduced", claim.name)
     out = (given.out or project_root() / usual).absolute()
-    before = len(StudyRows(out).read())
     earlier = Record.read(out)
     if earlier and earlier.is_quick != given.quick:
         kind = "quick" if earlier.is_quick else "whole"
         raise ConfigError(f"{out} holds a {kind} run of {earlier.claim}; give another --out")
+    if earlier:
+        StudyRows(out).take_over(earlier.rows)
+    before = len(StudyRows(out).read())
     if before and earlier and earlier.data != digests(data):
         raise ConfigError(f"{out} holds rows of other data than these; give another --out")
     note = earlier.note if before and earlier else ""
@@ -210,6 +212,12 @@ class StudyRows:
         if self._file.exists():
             text = self._file.read_text(encoding="utf-8")
         return [parsed_json(line) for line in text.splitlines()]
+
+    def take_over(self, rows: Sequence[ResultRow]) -> None:
+        """Begin with the rows of a record, which a clone has without OUT/rows.jsonl."""
+        if not self._file.exists():
+            lines = [json.dumps(dict(row), ensure_ascii=False) + "\n" for row in rows]
+            self._file.write_text("".join(lines), encoding="utf-8")
 
     def write(self, row: ResultRow) -> None:
         self._out.mkdir(parents=True, exist_ok=True)

@@ -403,6 +403,7 @@ def test_reproducing_runs_each_row_and_seed_and_keeps_their_files(
     assert sorted(kept) == ["experiment.yaml", "run.log", "summary.json"]
     assert kept["run.log"] == "RUN/model, OUT, PROJECT/c"
     assert not (tmp_path / "made").exists()
+    (tmp_path / "rows.jsonl").unlink()  # a clone has the record alone
     assert reproduce.main(["front", "--out", str(tmp_path)]) == 0
     assert len(ran) == 6, "rows that there are were made again"
     assert "6 rows were there before and did not run now" in capsys.readouterr().out
