@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -212,7 +212,7 @@ class RankState:
         self, run_dir: Path, rank: int, torchrun: bool = False, says: bool = False
     ) -> None:
         self.peers: Mapping[int, Peer] = {}
-        self.lines: Callable[[], list[str]] = list
+        self.lines: Callable[[], Sequence[str]] = list
         self._path = state_file(run_dir, rank=rank)
         self._rank = rank
         self.says = says
