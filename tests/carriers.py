@@ -474,7 +474,7 @@ class MailboxFolder(Carrier):
                     time.sleep(0.01)  # until it has been taken
                 raise TimeoutError("it was written, and the answer is lost")
 
-        with self._changed("out", _put=put):
+        with self._changed("out", put_once=put):
             yield
 
     @contextmanager
@@ -504,7 +504,7 @@ class MailboxFolder(Carrier):
         def put(name: str, data: Any) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        with self._changed("out", _put=put):
+        with self._changed("out", put_once=put):
             yield
 
     def close(self) -> None:
