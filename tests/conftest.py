@@ -65,6 +65,9 @@ def _same_numbers_in_every_order() -> None:
 @pytest.fixture(autouse=True)
 def _no_line_of_an_earlier_test() -> None:
     LOG.records.clear()
+    # Hydra replaces the root logger's handlers when it configures a job.
+    if LOG not in logging.root.handlers:
+        logging.root.addHandler(LOG)
 
 
 @pytest.fixture

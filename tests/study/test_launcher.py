@@ -78,7 +78,7 @@ def test_a_search_gets_the_figures_of_each_point_or_why_there_are_none(
 
     monkeypatch.setattr(Sweep, "run", run)
     monkeypatch.setattr(Sweep, "summary_of", lambda sweep, words: summary_of(words))
-    monkeypatch.setattr(SweepLauncher, "composer", None)
+    monkeypatch.setattr(door.SweepLauncher, "composer", None)
     also = {"compression": "none"}
     launcher = launcher_of(tmp_path / "mine", also=also, parallel=2)
     assert launcher.outcomes([]) == [] and ran == []

@@ -77,6 +77,6 @@ def test_demo_texts_have_both_sides_in_the_order_of_the_pair(tmp_path: Path) -> 
     both = list(demo.read("es-en"))
     assert len(both) == 50 and [(es,) for es, _ in both] == list(demo.read("es"))
     assert [(en, es) for es, en in both] == list(demo.read("en-es"))
-    assert demo.public_texts() == [text for pair in both for text in pair]
+    assert [*demo.public_texts()] == [text for pair in both for text in pair]
     known = [DemoText(n).identity(part, tmp_path) for n in (50, 51) for part in ("es", "es-en")]
     assert len(set(known)) == 4 and known[1] == demo.identity("es-en", tmp_path)

@@ -114,7 +114,9 @@ class TorchrunProcess(RankProcess):
         if verdict.from_step:
             self._say(f"resumes from step {verdict.from_step}")
         if self.is_first_here and self.rank:
-            self.state.listener = OwnProgress.of(job, self.rank, say=self._say).on_event
+            cloud = job.cluster.cloud_of(self.rank)
+            seen = OwnProgress(job.max_steps, self._say, cloud=cloud, next_merge=job.next_merge)
+            self.state.listener = seen.on_event
         if self.rank == 0:
             self.monitor = start_monitor(self.run_dir, file=self.file)
         is_stopped = super().play(settings, rendezvous, verdict)

@@ -267,10 +267,10 @@ class _Undrawn(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        given = kwargs or {}
+        named = kwargs or {}
         if getattr(func, "__module__", None) == nn.init.__name__:
-            return given["tensor"]
-        return func(*args, **given)
+            return named["tensor"]
+        return func(*args, **named)
 
 
 def laid_out(config: Any, part: Part) -> Any:
