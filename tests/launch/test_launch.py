@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests import as_written
 from tests.toy import toy_config
 from xcloud.base.errors import ConfigError, DataError, FrameError, LinkClosed, RunFailed
 from xcloud.base.terminal import signals_to_stop
@@ -29,6 +30,7 @@ from xcloud.launch.processes import LocalRanks, RunStopped, num_threads
 from xcloud.net.link_profile import Liveness
 from xcloud.record.files import (
     AGREED_FILE,
+    LAUNCHER_FILE,
     CheckpointSteps,
     error_file,
     failure_of,
@@ -259,12 +261,13 @@ class FailingRanks:
     def __init__(self, folder: Path, script: Sequence[tuple[dict[int, int], int | None]]) -> None:
         self.run_dir = folder
         self.failed: dict[int, int] = {}
-        self.num_starts = 0
+        self.noted_as_left: list[int] = []
         self.max_restarts = 3
         self._script = [*script]
 
     def start(self) -> None:
-        self.num_starts += 1
+        noted = json.loads((self.run_dir / LAUNCHER_FILE).read_text())
+        self.noted_as_left.append(noted["restarts_left"])
 
     def wait(self, meanwhile: Callable[[], bool]) -> None:
         if not self._script:
@@ -292,16 +295,20 @@ RESTARTS: dict[str, tuple[list[tuple[dict[int, int], int | None]], bool]] = {
 
 
 @pytest.mark.parametrize("case", RESTARTS)
-def test_restarts_are_counted_from_one_checkpoint_to_the_next(case: str, tmp_path: Path) -> None:
+def test_restarts_are_counted_from_one_checkpoint_to_the_next(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     script, ends_well = RESTARTS[case]
     ranks: Any = FailingRanks(tmp_path, script)
+    attempts: list[None] = []
     if ends_well:
-        local.train(ranks, next_attempt=lambda: None, follow=lambda: True)
-        assert ranks.num_starts == len(script) + 1
+        local.train(ranks, next_attempt=lambda: attempts.append(None), follow=lambda: True)
     else:
         with pytest.raises(RunFailed):
-            local.train(ranks, next_attempt=lambda: None, follow=lambda: True)
-        assert ranks.num_starts == len(script)
+            local.train(ranks, next_attempt=lambda: attempts.append(None), follow=lambda: True)
+    assert len(ranks.noted_as_left) == len(script) + ends_well == len(attempts) + 1
+    said = capsys.readouterr().out
+    as_written.check(f"restarts: {case}", {"left": ranks.noted_as_left, "said": said})
 
 
 def test_a_run_without_a_checkpoint_begins_again_with_a_peer_that_has(tmp_path: Path) -> None:
@@ -309,7 +316,7 @@ def test_a_run_without_a_checkpoint_begins_again_with_a_peer_that_has(tmp_path: 
     error_file(tmp_path, 0).write_text(json.dumps(said))
     ranks: Any = FailingRanks(tmp_path, [(ELSEWHERE, None)])
     local.train(ranks, next_attempt=lambda: None, follow=lambda: True)
-    assert ranks.num_starts == 2
+    assert len(ranks.noted_as_left) == 2
 
 
 def test_ranks_that_are_ended_with_one_that_lost_its_peer_have_not_failed(tmp_path: Path) -> None:

@@ -630,8 +630,9 @@ def test_curves_are_read_from_what_the_ranks_said(folder: Path) -> None:
     assert read_run(folder / "nowhere").num_steps == 0
 
 
-@pytest.mark.usefixtures("pictures")
-def test_losses_of_settings_lie_over_each_other(folder: Path) -> None:
+def test_losses_of_settings_lie_over_each_other(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     results = Results(from_folder(folder))
     reference, curves = curves_of(results)
     alone, across = curves
@@ -642,9 +643,19 @@ def test_losses_of_settings_lie_over_each_other(folder: Path) -> None:
     differences = curves[across] - curves[alone]
     assert list(differences) == [1, 2] and np.allclose(differences, 0.01)
     colours = colours_of_curves(results)
-    picture = write_losses(folder, reference, curves, "sweep fig5", colours)
-    pixels = matplotlib.image.imread(picture)
-    assert pixels[..., :3].std() > 0.04 and pixels.shape[0] > 600  # with the difference below
+    drawn = {
+        "beside a reference": (reference, {**curves, across: curves[across] + [0.0, 0.005]}),
+        "equal to it": (reference, {alone: curves[alone], across: curves[alone]}),
+        "of one seed": (reference, {label: losses[[2]] for label, losses in curves.items()}),
+        "without a reference": ("", curves),
+        "of other seeds": (reference, {alone: curves[alone][[1]], across: curves[across][[2]]}),
+    }
+    kept = as_written.keep_figures(monkeypatch)
+    found = {}
+    for name, (beside, these) in drawn.items():
+        assert write_losses(tmp_path, beside, these, "sweep fig5", colours) == tmp_path / LOSSES
+        found[name] = kept[LOSSES]
+    as_written.check("losses of settings", found)
 
 
 def test_without_a_single_cloud_the_uncompressed_setting_is_the_reference(
