@@ -264,6 +264,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_collection_finish() -> None:
     """What is imported by now stays: the garbage collector need not walk it again and again."""
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)  # tests make much that no reference keeps for long
     gc.enable()
 
 

@@ -28,13 +28,19 @@ MODULES = {module_of(path): path for path in FILES}
 
 
 @cache
+def parsed(path: Path) -> ast.Module:
+    """Parse each file once for all tests of a process."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
 def imports(path: Path) -> frozenset[str]:
     """Absolute names of everything imported anywhere in a file, functions included."""
     return frozenset(_imports(path))
 
 
 def _imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -67,7 +73,7 @@ def missing_imports(path: Path) -> list[str]:
     """What a file imports of this repository, inside functions too, that does not exist."""
     return [
         f"{path.name}:{node.lineno}: {name}"
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.Import | ast.ImportFrom)
         for name in _imported_by(node)
         if name.startswith(("xcloud.", "benchmarks.", "tests.")) and not _exists(name)

@@ -169,6 +169,12 @@ def names_in(path: Path) -> frozenset[str]:
     return frozenset(found)
 
 
+@cache
+def named_homes(path: Path) -> str:
+    """Return the names of a file that may lie in a feature's folder, a line each."""
+    return "".join(f"{name}.\n" for name in names_in(path) if "features." in name)
+
+
 def files_that_name(feature: str, keys: set[str], root: Path = PACKAGE) -> set[str]:
     """Return the files outside the folder that import from it, or have one of its keys."""
     found = set[str]()
@@ -177,9 +183,7 @@ def files_that_name(feature: str, keys: set[str], root: Path = PACKAGE) -> set[s
         file = path.relative_to(root).as_posix()
         if file in LISTS or file.startswith(own):
             continue
-        names = names_in(path)
-        home = f"features.{feature}"
-        if names & keys or any(f"{home}." in f"{name}." for name in names):
+        if names_in(path) & keys or f"features.{feature}." in named_homes(path):
             found.add(file)
     return found
 

@@ -16,6 +16,7 @@ from tests.import_walk import (
     imports,
     missing_imports,
     own_imports,
+    parsed,
 )
 
 EVERYWHERE = {"base"}
@@ -212,7 +213,7 @@ def asked_kinds(path: Path) -> set[str]:
     text = path.read_text()
     if not any(kind in text for kind in KINDS):
         return set()
-    tree = ast.parse(text)
+    tree = parsed(path)
     own = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
     return (KINDS - own) & {
         name.id
@@ -233,7 +234,7 @@ def depths(files: Iterable[Path], base: str) -> dict[str, int]:
     """Return how many classes of these files stand above each class that inherits from `base`."""
     bases: dict[str, set[str]] = {}
     for path in files:
-        for node in ast.parse(path.read_text()).body:
+        for node in parsed(path).body:
             if isinstance(node, ast.ClassDef):
                 bases[node.name] = {ast.unparse(one).partition("[")[0] for one in node.bases}
 

@@ -14,7 +14,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
-from matplotlib.legend import Legend
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
@@ -65,7 +64,9 @@ def save(figure: Figure, path: Path) -> Path:
     """Write a picture, with labels in its legends that leave room for it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # Here and not where labels are made, as every picture is saved by this.
-    for legend in figure.findobj(Legend):
+    # figure.findobj would make every tick of every axis, which takes as long as drawing them.
+    legends = [*figure.legends, *(axes.get_legend() for axes in figure.axes)]
+    for legend in filter(None, legends):
         for text in legend.get_texts():
             text.set_text(clipped(text.get_text()))
     figure.savefig(path)
