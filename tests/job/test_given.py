@@ -129,7 +129,7 @@ def test_a_wrong_key_is_told_and_an_optional_one_beside_it_is_not() -> None:
                 "xcloud.pipeline.schedule.GPipe",
             ),
         ],
-        count=7,
+        count=4,
     ),
 )
 def test_the_last_value_counts_and_a_group_may_be_given_whole(
