@@ -121,7 +121,7 @@ def test_two_owners_who_have_done_everything_right_see_nothing_red(cases: list[C
     assert there["clock of cloud_a"].figures["clock_ahead_s"] == -ahead_s
     assert abs(ahead_s) < 1.0
     # 4 micro-batches of activations, as `approve` shows them; what goes out here comes in there.
-    [sent] = [m for m in cases[0].job.leaving() if m.kind == "activation"]
+    [sent] = [m for m in cases[0].settings.job.leaving() if m.kind == "activation"]
     step = here["step over the line to cloud_b"].figures
     assert step["out_bytes"] == 4 * (sent.max_bytes or 0) > 0
     back = there["step over the line to cloud_a"].figures
@@ -419,10 +419,10 @@ def test_a_clock_is_read_in_the_middle_of_a_round_trip(monkeypatch: pytest.Monke
         def send(self, kind: DoctorMessage) -> None:
             now_s[0] += 0.5
 
-        def receive_number(self, kind: DoctorMessage) -> float:
+        def receive_numbers(self, kind: DoctorMessage) -> tuple[float, ...]:
             at_s = now_s[0] + 5.0
             now_s[0] += 0.5
-            return at_s
+            return (at_s,)
 
     peer: Any = Peer()
     assert talk.ping(peer) == pytest.approx((1.0, 5.0))

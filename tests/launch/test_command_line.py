@@ -27,7 +27,7 @@ from xcloud.job.config import Settings
 from xcloud.launch import local
 from xcloud.launch.processes import RunStopped
 from xcloud.planner import planning
-from xcloud.record.files import state_file
+from xcloud.record.files import rank_file
 from xcloud.security.audit import audit_file
 
 
@@ -125,7 +125,7 @@ def folder(run_dir: Path) -> None:
         "ended": False, "phase": "training", "phase_since": now - 60, "waits_for": waits,
         "step": 7, "step_at": now - 13,
     }  # fmt: skip
-    state_file(run_dir, 0).write_text(json.dumps(state))
+    rank_file(run_dir, 0, "state.json").write_text(json.dumps(state))
     audit = {
         "rank": 0, "cloud": "a", "num_ranks": 1, "crosses_clouds": True, "messages": [],
         "received": [], "unframed": [], "reports": {},

@@ -35,7 +35,7 @@ from xcloud.line import transport
 from xcloud.line.keys import make_key
 from xcloud.line.mailbox import Mailbox
 from xcloud.record.events import EventReader
-from xcloud.record.files import CheckpointSteps, state_file
+from xcloud.record.files import CheckpointSteps, rank_file
 from xcloud.record.summary import read_summary
 from xcloud.record.timeline import timeline_of
 from xcloud.show.status import describe
@@ -280,7 +280,7 @@ def test_both_clouds_go_on_from_the_last_checkpoint_after_a_rank_was_killed(
     first = 2 * CLOUDS.index(killed)
     folder = CheckpointSteps(owners.run_dir(killed))
     wait_for(lambda: len(folder.agreed_steps()) > 1, 60)
-    state = json.loads(state_file(owners.run_dir(killed), first + 1).read_text())
+    state = json.loads(rank_file(owners.run_dir(killed), first + 1, "state.json").read_text())
     os.kill(state["pid"], signal.SIGKILL)
     codes = [process.wait(180) for process in both]
     assert codes == [0, 0], owners.said("cloud_a") + owners.said("cloud_b")

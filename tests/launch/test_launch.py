@@ -32,10 +32,8 @@ from xcloud.record.files import (
     AGREED_FILE,
     LAUNCHER_FILE,
     CheckpointSteps,
-    error_file,
     failure_of,
-    ready_file,
-    state_file,
+    rank_file,
 )
 
 
@@ -127,7 +125,7 @@ def test_a_rank_that_may_be_lost_must_have_been_ready(was_ready: bool, tmp_path:
         json.dumps({"message": "no data", "peer_lost": False, "expected": True})
     )
     if was_ready:
-        ready_file(tmp_path, 1).touch()
+        rank_file(tmp_path, 1, "ready").touch()
     fails = subprocess.Popen(["sh", "-c", "exit 1"])
     fails.wait()
     ranks.processes = [subprocess.Popen(["sleep", "0" if was_ready else "1000"]), fails]
@@ -137,7 +135,7 @@ def test_a_rank_that_may_be_lost_must_have_been_ready(was_ready: bool, tmp_path:
     else:
         with pytest.raises(RunFailed, match="rank 1 of cloud 'b': no data"):
             ranks.wait(lambda: True)
-    assert not ready_file(tmp_path, 1).exists()
+    assert not rank_file(tmp_path, 1, "ready").exists()
 
 
 def test_who_refuses_a_frame_has_lost_nobody(tmp_path: Path) -> None:
@@ -188,7 +186,7 @@ def test_a_cloud_that_is_lost_in_the_evaluation_does_not_begin_again(
     for process in ranks.processes:
         process.wait()
     for phase, expected in (("evaluation", []), ("training", [1])):
-        state_file(tmp_path, 0).write_text(json.dumps({"phase": phase}))
+        rank_file(tmp_path, 0, "state.json").write_text(json.dumps({"phase": phase}))
         ranks.start_lost_clouds(0.0)
         assert started == expected
 
@@ -206,7 +204,7 @@ def test_a_lost_cloud_begins_again_but_not_one_with_an_error_of_its_own(
     monkeypatch.setattr(launch, "start_process", start)
     ranks = LocalRanks(tmp_path, ["a", "b", "b", "c"], frozenset({0}), restart_s=0.3)
     for rank in range(1, 4):
-        ready_file(tmp_path, rank).touch()
+        rank_file(tmp_path, rank, "ready").touch()
         ranks.log(rank).touch()
     ranks.processes = [
         subprocess.Popen(["sleep", "2"]),
@@ -313,7 +311,7 @@ def test_restarts_are_counted_from_one_checkpoint_to_the_next(
 
 def test_a_run_without_a_checkpoint_begins_again_with_a_peer_that_has(tmp_path: Path) -> None:
     said = {"message": "rank 1 of cloud_b has begun the run again", "peer_lost": True}
-    error_file(tmp_path, 0).write_text(json.dumps(said))
+    rank_file(tmp_path, 0, "error.json").write_text(json.dumps(said))
     ranks: Any = FailingRanks(tmp_path, [(ELSEWHERE, None)])
     local.train(ranks, next_attempt=lambda: None, follow=lambda: True)
     assert len(ranks.noted_as_left) == 2
@@ -337,7 +335,7 @@ def test_nothing_begins_again_unless_asked_for(
 ) -> None:
     monkeypatch.setattr(launch, "start_process", lambda *_: pytest.fail("it was started again"))
     ranks = LocalRanks(tmp_path, ["a", "b"], frozenset({0}))
-    ready_file(tmp_path, 1).touch()
+    rank_file(tmp_path, 1, "ready").touch()
     ranks.processes = [
         subprocess.Popen(["sleep", "0.5"]),
         subprocess.Popen(["sh", "-c", "kill -9 $$"]),
@@ -433,7 +431,7 @@ def test_a_rank_that_dies_at_once_is_not_taken_for_what_failed_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = {"message": "no data", "peer_lost": False, "expected": True}
-    error_file(tmp_path, 0).write_text(json.dumps(old))
+    rank_file(tmp_path, 0, "error.json").write_text(json.dumps(old))
 
     def start(command: list[str], environment: dict[str, str], log: Path) -> object:
         log.touch()

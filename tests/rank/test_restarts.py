@@ -25,7 +25,7 @@ from xcloud.net.transport import Rendezvous, rendezvous_store
 from xcloud.rank import restarts
 from xcloud.rank.restarts import attempt_of, rendezvous_under_torchrun
 from xcloud.rank.role import is_needed
-from xcloud.record.files import ready_file
+from xcloud.record.files import rank_file
 
 KEY = MessageKey(Kind.AVERAGING, 1)
 WINDOW = LinkWindow()
@@ -80,7 +80,7 @@ def test_who_comes_to_a_run_that_goes_on_takes_over_its_values(
     restarts.enter_late(job, rendezvous, tmp_path, trainer, from_step)
     assert trainer.exchange.resume.called is takes_over
     assert trainer.num_updates == (7 if takes_over else from_step)
-    assert ready_file(tmp_path, 1).exists()
+    assert rank_file(tmp_path, 1, "ready").exists()
 
 
 def test_all_ranks_know_the_number_of_the_run(tmp_path: Path) -> None:

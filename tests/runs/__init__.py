@@ -28,7 +28,7 @@ from xcloud.launch.local import run
 from xcloud.pipeline.pipeline import Pipeline
 from xcloud.planner import trial
 from xcloud.record.events import EVENTS_FILE
-from xcloud.record.files import state_file
+from xcloud.record.files import rank_file
 from xcloud.show.monitor import Monitor
 from xcloud.train import building
 
@@ -148,7 +148,7 @@ def _writes_into(process: psutil.Process, run_dir: Path) -> bool:
 
 
 def rank_pid(run_dir: Path, rank: int) -> int:
-    return int(json.loads(state_file(run_dir, rank).read_text())["pid"])
+    return int(json.loads(rank_file(run_dir, rank, "state.json").read_text())["pid"])
 
 
 def free_port() -> int:

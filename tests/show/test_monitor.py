@@ -24,7 +24,7 @@ from xcloud.launch import local, several_machines
 from xcloud.launch.failures import write_failure
 from xcloud.launch.processes import LocalRanks
 from xcloud.record.events import EVENTS_FILE
-from xcloud.record.files import error_file
+from xcloud.record.files import rank_file
 from xcloud.record.summary import SUMMARY_FILE, read_summary
 from xcloud.security.audit import audit_file
 from xcloud.show.following import main
@@ -238,7 +238,7 @@ def test_what_rank_0_says_after_its_links_have_closed_is_the_cause(
             return sleep(seconds)
         for rank, lost in ((0, True), (1, False)):
             failure = {"message": f"said by {rank}", "peer_lost": lost, "expected": True}
-            error_file(tmp_path, rank).write_text(json.dumps(failure))
+            rank_file(tmp_path, rank, "error.json").write_text(json.dumps(failure))
 
     monkeypatch.setattr("xcloud.show.following.time.sleep", write_later)
     monkeypatch.setattr("xcloud.show.following.signal.signal", lambda number, handler: None)

@@ -24,10 +24,9 @@ from xcloud.pipeline.exchange import RankGroup
 from xcloud.record.checkpoint_files import CheckpointFolder
 from xcloud.record.files import (
     LAUNCHER_FILE,
-    error_file,
     forget_launcher,
     note_attempt,
-    state_file,
+    rank_file,
 )
 from xcloud.record.reporter import RankState
 from xcloud.show.status import culprits, describe, main, ranks_of
@@ -40,7 +39,7 @@ def write(run_dir: Path, rank: int, **facts: Any) -> None:
         "ended": False, "phase": "training", "phase_since": now - 60, "waits_for": [],
         "silent_s": {}, **facts,
     }  # fmt: skip
-    state_file(run_dir, rank).write_text(json.dumps(state))
+    rank_file(run_dir, rank, "state.json").write_text(json.dumps(state))
 
 
 def wait(rank: int, message: str, seconds: float = 12.0) -> dict[str, object]:
@@ -219,7 +218,7 @@ def test_between_the_death_of_a_rank_and_its_restart_the_run_is_starting_again(
     assert said(0, 4) == starts  # the last attempt has begun
     assert said(3, -4, ended=True, phase="has finished") == ends
     for is_expected, what in ((False, starts), (True, ends)):
-        error_file(tmp_path, 0).write_text(json.dumps({"expected": is_expected}))
+        rank_file(tmp_path, 0, "error.json").write_text(json.dumps({"expected": is_expected}))
         assert said(3, -4, ended=True) == what
     forget_launcher(tmp_path)
     assert "ended, failed" in describe(tmp_path) and not list(tmp_path.glob("launcher*"))
@@ -264,7 +263,7 @@ def test_the_status_of_a_real_run_names_the_rank_that_is_stopped(tmp_path: Path)
     running.start()
     wait_for(lambda: [one.step is not None for one in ranks_of(tmp_path)] == [True, True])
     assert ": running\n" in describe(tmp_path)
-    pid = json.loads(state_file(tmp_path, 1).read_text())["pid"]
+    pid = json.loads(rank_file(tmp_path, 1, "state.json").read_text())["pid"]
     os.kill(pid, signal.SIGSTOP)
     wait_for(lambda: "rank 1 is waited for by rank 0" in describe(tmp_path), 20)
     said = describe(tmp_path)

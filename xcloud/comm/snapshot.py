@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -30,14 +31,14 @@ def bytes_to_copy(take: Callable[[], object]) -> int:
     return num_bytes
 
 
+@dataclass(eq=False)
 class SnapshotBuffer:
     """Host memory for one snapshot at a time, of tensors of any device, kept for the next one: on
     a GPU the copy would need room that training does not have. What does not fit gets host memory
     of its own."""
 
-    def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
-        self._used = 0
+    _memory: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    _used: int = 0
 
     @contextlib.contextmanager
     def snapshot(self) -> Iterator[None]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
 from xcloud.net.link import MessageLog
@@ -129,7 +130,7 @@ class StepClock:
     @property
     def doing(self) -> What | None:
         """The kind that the innermost block counts now; None outside of all."""
-        return None if self._open is None else self._open._what
+        return None if self._open is None else self._open.what
 
     def now(self) -> Any:
         """This moment, for `count`."""
@@ -141,17 +142,17 @@ class StepClock:
             self._spans.append(span)
 
 
+@dataclass(slots=True, eq=False)
 class _During:
     """A class, because a @contextmanager generator takes twice as long."""
 
-    __slots__ = ("_clock", "_outer", "_started_at", "_what")
-
-    def __init__(self, clock: StepClock, what: What) -> None:
-        self._clock = clock
-        self._what = what
+    clock: StepClock
+    what: What
+    _outer: _During | None = field(init=False)
+    _started_at: Any = field(init=False)
 
     def __enter__(self) -> None:
-        clock = self._clock
+        clock = self.clock
         self._outer = clock._open
         if self._outer is not None:
             # The outer block is counted up to here, and begins again behind the inner one.
@@ -161,19 +162,19 @@ class _During:
 
     def __exit__(self, *_: object) -> None:
         self._count()
-        self._clock._open = self._outer
+        self.clock._open = self._outer
         if self._outer is not None:
-            self._outer._started_at = self._clock.now()
+            self._outer._started_at = self.clock.now()
 
     def _count(self) -> None:
-        clock = self._clock
+        clock = self.clock
         # Only what a slower device would do more slowly; the line and its codecs stay as they are.
-        if clock.slowdown > 1 and SUM_OF[self._what] == "compute_s":
+        if clock.slowdown > 1 and SUM_OF[self.what] == "compute_s":
             clock.settle()
             time.sleep((clock.slowdown - 1) * (time.monotonic() - self._started_at))
         clock.count(
             Span(
-                what=self._what,
+                what=self.what,
                 started_at_s=self._started_at,
                 ended_at_s=clock.now(),
                 place=clock.place,

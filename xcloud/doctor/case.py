@@ -9,7 +9,6 @@ from pathlib import Path
 
 from xcloud.base.errors import ConfigError
 from xcloud.job.config import Settings
-from xcloud.job.job import Job
 from xcloud.launch.join import ALONE, Machine
 from xcloud.layout import ClusterLayout, host_and_port
 from xcloud.line.keys import LineKeys
@@ -39,12 +38,8 @@ class Case:
     machine: Machine = ALONE
 
     @property
-    def job(self) -> Job:
-        return self.settings.job
-
-    @property
     def layout(self) -> ClusterLayout:
-        layout = self.job.cluster
+        layout = self.settings.job.cluster
         # sealed and mailbox are refused in every other layout.
         assert isinstance(layout, ClusterLayout), "other layouts refuse several owners"
         return layout

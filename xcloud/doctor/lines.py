@@ -363,7 +363,7 @@ def bytes_per_step(case: Case, peer: str) -> tuple[int, int]:
     out = 0
     back = 0
     # Settings say the most that a message takes.
-    for message in case.job.leaving():
+    for message in case.settings.job.leaving():
         num_bytes = message.num_per_step * (message.max_bytes or 0)
         if (message.sender, message.to) == (case.cloud, peer):
             out += num_bytes

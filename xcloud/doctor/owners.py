@@ -93,7 +93,7 @@ def check_certificate(case: Case, peer: str, own: LineKeys | None) -> Finding:
 
 def _dated(name: str, certificates: Sequence[Certificate], advice: str) -> Finding:
     # Of two certificates, on the day of a change, the one that ends first.
-    until = min(one.valid_until for one in certificates)
+    until = min(one.parsed.not_valid_after_utc for one in certificates)
     left = until - datetime.now(UTC)
     fact = f"SHA-256 {certificates[-1].fingerprint[:16]}…, valid until {until:%Y-%m-%d}"
     if left < _ENDS_SOON:

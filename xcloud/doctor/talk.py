@@ -157,16 +157,15 @@ class _Talk:
             )
         return kind, self._read(num_bytes, until_s=until_s)
 
-    def receive_number(self, kind: DoctorMessage) -> float:
-        return self.receive_numbers(kind, form=_NUMBER)[0]
-
     def receive_rate(self) -> float:
-        rate = self.receive_number(DoctorMessage.RATE)
+        [rate] = self.receive_numbers(DoctorMessage.RATE)
         if rate <= 0:
             raise FrameError(f"the doctor of {self.peer} says that nothing came")
         return rate
 
-    def receive_numbers(self, kind: DoctorMessage, form: struct.Struct) -> tuple[float, ...]:
+    def receive_numbers(
+        self, kind: DoctorMessage, form: struct.Struct = _NUMBER
+    ) -> tuple[float, ...]:
         """Return the numbers of the next message. Raises FrameError unless all are finite."""
         content = self.receive(kind)
         if len(content) != form.size:
@@ -201,7 +200,7 @@ def ping(talk: _Talk) -> tuple[float, float]:
         asked_at_s = time.time()
         started_s = time.perf_counter()
         talk.send(DoctorMessage.PING)
-        peer_at_s = talk.receive_number(DoctorMessage.PONG)
+        [peer_at_s] = talk.receive_numbers(DoctorMessage.PONG)
         took_s = time.perf_counter() - started_s
         # The peer read its clock in the middle of the round trip, if both ways take as long.
         answers.append((took_s, peer_at_s - asked_at_s - took_s / 2))

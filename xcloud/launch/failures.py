@@ -17,7 +17,7 @@ from xcloud.base.bounded import parsed_json
 from xcloud.base.errors import ConfigError, DataError, FrameError, LinkError, XcloudError
 from xcloud.base.terminal import say
 from xcloud.net.rendezvous import Ending
-from xcloud.record.files import error_file, failure_of, state_file
+from xcloud.record.files import failure_of, rank_file
 
 START_EACH_CLOUD = (
     "each owner starts the ranks of their own cloud: python -m xcloud join FILE --cloud NAME "
@@ -76,7 +76,8 @@ def write_failure(run_dir: Path, rank: int, error: BaseException) -> int:
         # On a full disk the log is all that is left, or not even that: the exit code must not
         # suffer.
         with contextlib.suppress(OSError):
-            error_file(run_dir, rank).write_text(json.dumps(failure | {"traceback": lines}))
+            told = json.dumps(failure | {"traceback": lines})
+            rank_file(run_dir, rank, "error.json").write_text(told)
         with contextlib.suppress(OSError):
             shown = f"xcloud: rank {rank}: {message}\n" if expected else "".join(lines)
             say(shown, error=True, end="")
@@ -152,7 +153,8 @@ def lost_clouds(run_dir: Path, clouds: Sequence[str], codes: Mapping[int, int]) 
     """
     lost = {clouds[rank] for rank in codes}
     with contextlib.suppress(OSError, ValueError, KeyError):  # rank 0 has not said what it does
-        phase = parsed_json(state_file(run_dir, rank=0).read_text())["phase"] if lost else ""
+        state = rank_file(run_dir, 0, "state.json")
+        phase = parsed_json(state.read_text())["phase"] if lost else ""
         # At the end there is nothing left that a cloud could come back to.
         if phase == "evaluation":
             return set()

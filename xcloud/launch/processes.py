@@ -25,7 +25,7 @@ from xcloud.net.addresses import INTERFACE_VARIABLE
 from xcloud.net.failure_detector import LAUNCHER, FailureDetector
 from xcloud.net.link_profile import DEFAULT_LIVENESS, Liveness
 from xcloud.net.transport import num_cores
-from xcloud.record.files import error_file, ready_file
+from xcloud.record.files import rank_file
 
 POLL_EVERY_S = 0.1
 END_WITHIN_S = 5.0
@@ -238,7 +238,7 @@ class LocalRanks:
             raise RunStopped
         # The run can do without ranks that are ready, of those that may be lost.
         failed = self.failed
-        ready = {rank for rank in failed if ready_file(self.run_dir, rank).exists()}
+        ready = {rank for rank in failed if rank_file(self.run_dir, rank, "ready").exists()}
         # Ranks whose loss the run survives are left out.
         if failed.keys() - (ready - self.essential):
             cause = first_cause(
@@ -283,7 +283,7 @@ class LocalRanks:
                 self.processes[rank].kill()
             for rank in own:
                 self.processes[rank].wait()
-                error_file(self.run_dir, rank).unlink(missing_ok=True)
+                rank_file(self.run_dir, rank, "error.json").unlink(missing_ok=True)
                 # The log of the lost attempt is kept, once.
                 self.log(rank).replace(self.log(rank).with_suffix(".before.log"))
                 self.processes[rank] = self.start_rank(rank)

@@ -21,7 +21,7 @@ from xcloud.net.transport import Rendezvous, Transport
 from xcloud.rank.agreement import Verdict, rendezvous_here, table_of
 from xcloud.rank.restarts import rendezvous_at_any_time
 from xcloud.rank.stop_signal import StopSignal
-from xcloud.record.files import error_file
+from xcloud.record.files import rank_file
 from xcloud.record.reporter import RankState
 from xcloud.security.audit import audit_file, set_aside
 
@@ -42,8 +42,8 @@ class RankProcess(Process):
         self.run_dir = run_dir
         self.rank = rank
         run_dir.mkdir(parents=True, exist_ok=True)
-        # Before anything can fail, so that a file which is there is of this attempt.
-        error_file(run_dir, rank).unlink(missing_ok=True)  # of an earlier run in this folder
+        # A file of an earlier run goes before anything can fail.
+        rank_file(run_dir, rank, "error.json").unlink(missing_ok=True)
         set_aside(audit_file(run_dir, rank))
         state = RankState(run_dir, rank, torchrun=self.by_torchrun, says=says)
         super().__init__(StopSignal(), state)

@@ -69,14 +69,6 @@ class Certificate:
     def pem(self) -> str:
         return self.parsed.public_bytes(serialization.Encoding.PEM).decode()
 
-    @property
-    def valid_from(self) -> datetime:
-        return self.parsed.not_valid_before_utc
-
-    @property
-    def valid_until(self) -> datetime:
-        return self.parsed.not_valid_after_utc
-
 
 @dataclass(frozen=True)
 class LineKeys:
@@ -223,7 +215,7 @@ def describe(certificate: Certificate) -> str:
     """Return a certificate in words: whose, until when, and its fingerprint in groups of four."""
     digest = certificate.fingerprint
     groups = " ".join(digest[at : at + 4] for at in range(0, len(digest), 4))
-    until = f"{certificate.valid_until:%Y-%m-%d}"
+    until = f"{certificate.parsed.not_valid_after_utc:%Y-%m-%d}"
     return f"{certificate.cloud}, valid until {until}\nSHA-256 {groups}"
 
 
@@ -305,20 +297,22 @@ def _certificate_of(cloud: str, file: Path, own: Certificate | None = None) -> C
         raise ConfigError(f"{whose}, {file}, has this cloud's own key: ask its owner for theirs")
     if found.cloud != cloud:
         raise ConfigError(f"{whose}, {file}, is that of {found.cloud!r}")
-    if now > found.valid_until:
+    begins = found.parsed.not_valid_before_utc
+    ends = found.parsed.not_valid_after_utc
+    if now > ends:
         raise ConfigError(
-            f"{whose}, {file}, has expired on {found.valid_until:%Y-%m-%d}; "
+            f"{whose}, {file}, has expired on {ends:%Y-%m-%d}; "
             f"its owner makes another with `python -m xcloud keys new {cloud}`"
         )
-    if found.valid_until - found.valid_from > MAX_VALID_FOR:
+    if ends - begins > MAX_VALID_FOR:
         raise ConfigError(
-            f"{whose}, {file}, is valid for {(found.valid_until - found.valid_from).days:,} days; "
+            f"{whose}, {file}, is valid for {(ends - begins).days:,} days; "
             f"at most {MAX_VALID_FOR.days} are accepted: its owner makes another with "
             f"`python -m xcloud keys new {cloud}`"
         )
-    if now < found.valid_from:
+    if now < begins:
         raise ConfigError(
-            f"{whose}, {file}, is valid from {found.valid_from:%Y-%m-%d %H:%M} UTC; "
+            f"{whose}, {file}, is valid from {begins:%Y-%m-%d %H:%M} UTC; "
             f"the clock here says {now:%Y-%m-%d %H:%M}"
         )
     return found

@@ -141,11 +141,6 @@ class ObjectStore:
         """Write an object. Nobody sees a part of it."""
         self.patiently(lambda: self.put_once(name, data), doing=f"writing {name}")
 
-    def try_put(self, name: str, data: Parts) -> None:
-        """Write an object, unless that fails."""
-        with contextlib.suppress(Exception):
-            self.put_once(name, data)
-
     def get(self, name: str, max_bytes: int) -> bytes | None:
         """Return at most max_bytes + 1 of an object; None if it is not there."""
 
@@ -431,7 +426,8 @@ class MailboxOutLink(SendingEnd):
         """
         for number in (self._num_put, self._num_put + 1):
             sealed = self.box.seal(number, data=_ENDED, keys=self.keys)
-            self.box.store.try_put(self.box.path(number), data=sealed)
+            with contextlib.suppress(Exception):
+                self.box.store.put_once(self.box.path(number), sealed)
 
     def _run(self) -> None:
         box = self.box

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -381,9 +382,7 @@ def read_weights(name_or_path: str) -> Weights:
     # The bias tells which head a file has, if any: all have one, under different names.
     heads = (names for names in HEAD_NAMES if is_tied and names[2] in files)
 
-    def read(name: str) -> Tensor:
-        return _tensor(files, name, theirs)
-
+    read = partial(_tensor, files, theirs)
     names = _names(config.num_layers, head=next(heads, None))
     weights = {ours: torch.cat([read(name) for name in parts]) for ours, parts in names.items()}
     if getattr(theirs, "use_task_id", False):
@@ -394,7 +393,7 @@ def read_weights(name_or_path: str) -> Weights:
     return Weights(config, tensors=weights | {"embeddings.positions.weight": positions})
 
 
-def _tensor(files: WeightFiles, name: str, theirs: Any) -> Tensor:
+def _tensor(files: WeightFiles, theirs: Any, name: str) -> Tensor:
     """float32. Norms of the first BERTs are gamma and beta; bare encoders have no prefix."""
     prefix = f"{theirs.model_type}." if theirs.model_type not in OFFSET_TYPES else "roberta."
     old = name.replace("LayerNorm.weight", "LayerNorm.gamma")

@@ -33,7 +33,7 @@ from xcloud.base.settings import Positive, between, settings
 from xcloud.base.wording import check
 from xcloud.contracts.architecture import check_sizes
 from xcloud.models.document_attention import ATTENTION, Documents, attend
-from xcloud.models.experts import ExpertAdapters, Experts, experts_in
+from xcloud.models.experts import ExpertAdapters, Experts
 from xcloud.models.frozen_weights import (
     DTYPES,
     PACKED,
@@ -654,9 +654,10 @@ class Lora:
             if layers is None:
                 layers = range(network.config.num_hidden_layers)
             for number, (_, block) in enumerate(blocks_of(network)):
-                for _, experts in experts_in(block) if number in layers else ():
-                    with torch.device("meta"):
-                        experts.add_adapters(self.r, scale=self.alpha / self.r)
+                for experts in block.modules() if number in layers else ():
+                    if isinstance(experts, Experts):
+                        with torch.device("meta"):
+                            experts.add_adapters(self.r, scale=self.alpha / self.r)
 
     def draw(self, prefix: str, block: nn.Module, seed: int) -> None:
         """Start the adapters of a block called `prefix`, from the seed and their names alone."""

@@ -172,11 +172,6 @@ class Experts(nn.Module):
         return torch.unflatten(in_place, 0, chosen_Rk.shape).sum(1).to(rows_RH.dtype)
 
 
-def experts_in(block: nn.Module, prefix: str = "") -> list[tuple[str, Experts]]:
-    """Return the names of Experts in a block, or in blocks, and these."""
-    return [(n, m) for n, m in block.named_modules(prefix=prefix) if isinstance(m, Experts)]
-
-
 @dataclass(frozen=True)
 class RouterLoss:
     """The loss of transformers that has routers spread tokens over experts (Fedus et al.,

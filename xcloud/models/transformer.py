@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Annotated, cast
 
 import torch
@@ -280,18 +280,19 @@ class TargetStage(Stage):
         decoding = self.settings.decoding
         counts = bring(received["counts"].long(), device=self.device)
         limits = decoding.limits(counts, longest=self._max_length - 1)
-        answers = decoding.search(CachedDecoder(stage=self, received=received), limits, self._ids)
+        decoder = CachedDecoder(stage=self, caches=self.open(received, decodes=True))
+        answers = decoding.search(decoder, limits, self._ids)
         self.train(was_training)
         return answers
 
 
+@dataclass(eq=False)
 class CachedDecoder:
     """Scores the next token of many hypotheses at once, and keeps what it needs of their past."""
 
-    def __init__(self, stage: TargetStage, received: Message) -> None:
-        self._stage = stage
-        self._position = 0
-        self._caches = stage.open(received, decodes=True)
+    stage: TargetStage
+    caches: Sequence[Cache]
+    _position: int = 0
 
     def step(self, tokens_N: Tensor) -> Tensor:
         """Append one token to each hypothesis; return next-token scores [N, V], a new tensor."""
@@ -300,12 +301,12 @@ class CachedDecoder:
             positions=torch.full_like(tokens_N, self._position),
         )
         self._position += 1
-        return self._stage.scores(tokens_N, packing=packing, caches=self._caches)
+        return self.stage.scores(tokens_N, packing=packing, caches=self.caches)
 
     def keep(self, rows: Tensor, sentences: Tensor | None = None) -> None:
         """Hypothesis i continues the former hypothesis rows[i]; sentence j is the former sentence
         sentences[j] (None: unchanged). All sentences have equally many, adjacent hypotheses."""
-        for cache in self._caches:
+        for cache in self.caches:
             cache.keep(rows, sentences=sentences)
 
 

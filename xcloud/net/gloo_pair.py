@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -85,16 +86,16 @@ class GlooPair:
         return Transfer(self._group.recv([buffer], 1 - self._place, tag))
 
 
+@dataclass(frozen=True)
 class Transfer:
     """A message that is being sent or received."""
 
-    def __init__(self, work: dist.Work) -> None:
-        self._work = work
+    work: dist.Work
 
     def wait(self, within: timedelta = FOREVER) -> None:
         """Wait until it is done. Raises RuntimeError if it is not in time, or the other side is
         gone."""
-        self._work.wait(within)  # without a limit that of joining would count
+        self.work.wait(within)  # without a limit that of joining would count
 
 
 @cache

@@ -57,6 +57,7 @@ MAX_QUEUED = 1 << 16
 """The most items in a queue, each of which takes a kilobyte or two besides its bytes."""
 
 
+@dataclass(eq=False)
 class ByteQueue(Generic[T]):
     """A FIFO queue. `put` blocks while the queued items and the new one exceed max_bytes, or are
     MAX_QUEUED; an empty queue accepts an item of any size. Items of 0 bytes (which end a link)
@@ -65,12 +66,11 @@ class ByteQueue(Generic[T]):
     total: the bytes in all queues of the rank.
     """
 
-    def __init__(self, max_bytes: int, total: QueuedBytes | None = None) -> None:
-        self.max_bytes = max_bytes
-        self.items: deque[tuple[T, int]] = deque()  # with the bytes of each
-        self.num_bytes = 0  # of the queued items
-        self._changed = threading.Condition()
-        self.total = total or QueuedBytes()
+    max_bytes: int
+    total: QueuedBytes = field(default_factory=QueuedBytes)
+    items: deque[tuple[T, int]] = field(default_factory=deque)  # with the bytes of each
+    num_bytes: int = 0  # of the queued items
+    _changed: threading.Condition = field(default_factory=threading.Condition)
 
     def put(
         self, item: T, num_bytes: int, timeout_s: float | None = None, max_bytes: int | None = None

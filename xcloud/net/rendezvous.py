@@ -19,6 +19,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
 
@@ -81,6 +82,7 @@ def count_of(store: Store, name: str) -> int:
     return int(text) if text.isdecimal() and len(text) < 16 else 0
 
 
+@dataclass(eq=False)
 class Waiting:
     """A wait that says once a minute what this process waits for.
 
@@ -88,12 +90,11 @@ class Waiting:
     within_s: seconds after which `go_on` raises LinkTimeout.
     """
 
-    def __init__(self, what: str, within_s: float, say: Callable[[str], None]) -> None:
-        self._what = what
-        self._within_s = within_s
-        self._say = say
-        self._since_s = time.monotonic()
-        self._said_s = self._since_s
+    what: str
+    within_s: float
+    say: Callable[[str], None]
+    _since_s: float = field(default_factory=time.monotonic)
+    _said_s: float = field(default_factory=time.monotonic)
 
     @property
     def waited_s(self) -> float:
@@ -106,11 +107,11 @@ class Waiting:
         """
         now_s = time.monotonic()
         waited_s = self.waited_s
-        if waited_s > self._within_s:
-            raise LinkTimeout(f"waited {self._what} for {human_duration(waited_s)}: {why}")
+        if waited_s > self.within_s:
+            raise LinkTimeout(f"waited {self.what} for {human_duration(waited_s)}: {why}")
         if now_s - self._said_s >= NOTE_EVERY_S:
             self._said_s = now_s
-            self._say(f"still waiting {self._what}, {human_duration(waited_s)}: {why}")
+            self.say(f"still waiting {self.what}, {human_duration(waited_s)}: {why}")
         time.sleep(look_every_s)
 
 

@@ -36,7 +36,7 @@ from xcloud.net.rendezvous import count_of, of_this_attempt, value_of
 from xcloud.net.transport import Rendezvous, rendezvous_store
 from xcloud.pipeline.trainer import Trainer
 from xcloud.rank.agreement import rank_name
-from xcloud.record.files import ready_file
+from xcloud.record.files import rank_file
 
 _LOOK_EVERY_S = 0.2
 _RING_WITHIN_S = 10.0
@@ -53,7 +53,7 @@ def enter_late(
     """
     if rendezvous.rank not in job.roster.essential:
         # From here on the launcher lets the run continue without this rank.
-        ready_file(run_dir, rank=rendezvous.rank).touch()
+        rank_file(run_dir, rendezvous.rank, "ready").touch()
     if rendezvous.beginning > 1 or from_step:
         # The first cloud has gone on meanwhile. Its values and its number of updates hold.
         trainer.num_updates = trainer.exchange.resume(trainer.num_updates)

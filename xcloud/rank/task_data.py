@@ -316,11 +316,7 @@ def predicted(
     """
     # Ranks that compute in step take the last one again, to fill up.
     fill = [pieces[-1]] * (-len(pieces) % pipeline.layout.lanes_in_step)
-
-    def fetch(ids: Tensor) -> Batch:
-        return data.batch(split, ids)
-
-    found = pipeline.predict([*pieces, *fill], fetch, step)
+    found = pipeline.predict([*pieces, *fill], partial(data.batch, split), step)
     last = pipeline.num_stages - 1
     if last not in pipeline.stages:
         return {}

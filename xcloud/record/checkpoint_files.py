@@ -19,7 +19,7 @@ import os
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file
@@ -72,13 +72,13 @@ class CheckpointFolder(CheckpointSteps):
         numbers = {name: value for name, value in state.items() if name not in tensors}
         try:
             # Tensors first: the JSON, which makes a shard of them, has their digest.
-            path = _tensors_file(folder, rank=rank)
+            path = _shard(folder, rank, "safetensors")
             digest, num_bytes = _write_tensors(path, rank, tensors)
             text = {"step": step, "rank": rank, "about": dict(about), "numbers": numbers,
                     "num_bytes": num_bytes, "sha256": digest}  # fmt: skip
             # The JSON has a digest of itself, too: a bit that flips in a number is found.
             data = json.dumps({**text, "own_sha256": _digest_of(text)}).encode()
-            write_whole(_json_file(folder, rank=rank), rank=rank, pieces=[data])
+            write_whole(_shard(folder, rank, "json"), rank=rank, pieces=[data])
         # Also at Ctrl+C: no half of a shard is left.
         except BaseException:
             _delete_part(folder, rank=rank)
@@ -92,7 +92,7 @@ class CheckpointFolder(CheckpointSteps):
     def check(self, step: int, rank: int) -> None:
         """Read all of a shard. Raises DataError saying what is wrong with it."""
         head = self._head(step, rank=rank)
-        path = _tensors_file(self.step_dir(step), rank=rank)
+        path = _shard(self.step_dir(step), rank, "safetensors")
         try:
             with open(path, "rb") as file:
                 # The size first, as it is quicker to say and tells what was cut off.
@@ -111,7 +111,7 @@ class CheckpointFolder(CheckpointSteps):
     def read(self, step: int, rank: int) -> dict[str, Tensor | int]:
         """Return a shard. Raises DataError unless it is what was written."""
         self.check(step, rank)
-        tensors = load_file(_tensors_file(self.step_dir(step), rank=rank))
+        tensors = load_file(_shard(self.step_dir(step), rank, "safetensors"))
         return {**tensors, **self._head(step, rank=rank)["numbers"]}
 
     def mark_agreed(self, step: int, rank: int, facts: Mapping[str, Any]) -> None:
@@ -197,7 +197,7 @@ class CheckpointFolder(CheckpointSteps):
         self.delete(step, rank=rank)
 
     def _head(self, step: int, rank: int) -> dict[str, Any]:
-        path = _json_file(self.step_dir(step), rank=rank)
+        path = _shard(self.step_dir(step), rank, "json")
         try:
             head = parsed_json(path.read_text("utf-8"))
             written = head.pop("own_sha256")
@@ -214,7 +214,7 @@ class CheckpointFolder(CheckpointSteps):
 
 def _delete_part(folder: Path, rank: int) -> None:
     # The JSON first: without it the rest is no part.
-    parts = (_json_file(folder, rank=rank), _tensors_file(folder, rank=rank))
+    parts = (_shard(folder, rank, "json"), _shard(folder, rank, "safetensors"))
     # Drafts of a process that was killed. Looked up by name: other ranks may delete the folder.
     drafts = (draft_of(path, rank=rank) for path in (*parts, folder / AGREED_FILE))
     for path in (*parts, *drafts):
@@ -289,12 +289,9 @@ def sync_names(folder: Path) -> None:
         os.close(opened)
 
 
-def _tensors_file(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank}.safetensors"
-
-
-def _json_file(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank}.json"
+def _shard(folder: Path, rank: int, ending: Literal["json", "safetensors"]) -> Path:
+    """Return a file of a rank's shard: its tensors, or the JSON with all else."""
+    return folder / f"rank-{rank}.{ending}"
 
 
 def draft_of(path: Path, rank: int) -> Path:

@@ -12,7 +12,7 @@ import socket
 import time
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from xcloud.base.bounded import parsed_json
 
@@ -43,30 +43,25 @@ def files_of_samples(run_dir: Path) -> list[str]:
     return [name for name in (SCORES_FILE, SAMPLES_FILE) if allowed.get(name) is True]
 
 
-def ready_file(run_dir: Path, rank: int) -> Path:
-    """Return the file that a dispensable rank creates; from then on the run survives its loss."""
-    return run_dir / f"rank{rank}.ready"
+RankFile = Literal["ready", "state.json", "error.json"]
 
 
-def error_file(run_dir: Path, rank: int) -> Path:
-    """Return the file that a rank writes when it fails."""
-    return run_dir / f"rank{rank}.error.json"
+def rank_file(run_dir: Path, rank: int, what: RankFile) -> Path:
+    """Return a file that a rank writes for its launcher: what it does now, why it failed, or that
+    the run survives its loss from now on ("ready", of a rank that others can do without)."""
+    return run_dir / f"rank{rank}.{what}"
 
 
 def failure_of(run_dir: Path, rank: int) -> dict[str, Any] | None:
     """Return the error report of a rank that failed on this machine: kind, message, peer_lost,
     expected, may_quote. None if there is none."""
-    return read_json(error_file(run_dir, rank=rank)) or None
+    return read_json(rank_file(run_dir, rank, "error.json")) or None
 
 
 def may_quote_data(run_dir: Path) -> bool:
     """Return whether a rank has failed here with a message that may quote its data."""
     failures = [read_json(path) for path in run_dir.glob("rank*.error.json")]
     return any(failure.get("may_quote", True) for failure in failures)
-
-
-def state_file(run_dir: Path, rank: int) -> Path:
-    return run_dir / f"rank{rank}.state.json"
 
 
 def note_attempt(run_dir: Path, restarts_left: int) -> None:

@@ -27,7 +27,7 @@ from xcloud.base.terminal import say
 from xcloud.net.peer import Peer
 from xcloud.record import files
 from xcloud.record.events import LOST_LINES_FILE, now_s
-from xcloud.record.files import replace_text, state_file
+from xcloud.record.files import rank_file, replace_text
 
 # Often enough for who watches, and few enough messages on a slow line.
 FLUSH_EVERY_S = 1.0
@@ -213,7 +213,7 @@ class RankState:
     ) -> None:
         self.peers: Mapping[int, Peer] = {}
         self.lines: Callable[[], Sequence[str]] = list
-        self._path = state_file(run_dir, rank=rank)
+        self._path = rank_file(run_dir, rank, "state.json")
         self._rank = rank
         self.says = says
         self._facts: dict[str, Any] = {"torchrun": torchrun}

@@ -18,7 +18,7 @@ from xcloud.base.run_folder import owned
 from xcloud.base.terminal import printable, say
 from xcloud.job.given import check_is_run, read_shared
 from xcloud.record.events import EVENTS_FILE
-from xcloud.record.files import error_file, failure_of
+from xcloud.record.files import failure_of, rank_file
 from xcloud.record.summary import SUMMARY_FILE, write_summary
 from xcloud.show.monitor import Monitor
 
@@ -119,7 +119,7 @@ def _follow(monitor: Monitor, parent: int, is_again: bool, past: int | None) -> 
     # Ranks that a run needs and that have said neither "finish" nor "stop".
     lost = sorted(essential - attempt.finished_ranks)
     if 0 in lost:  # and after it why it ends
-        _await(error_file(run_dir, rank=0), parent=parent)
+        _await(rank_file(run_dir, 0, "error.json"), parent=parent)
     ranks = range(monitor.experiment.cluster.num_ranks)
     cause = first_failure(run_dir, ranks, lost=lost[0]) if lost else None
     if attempt.is_stopped and cause is None:

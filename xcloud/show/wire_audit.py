@@ -325,15 +325,11 @@ def in_words(found: Comparison) -> str:
 
 
 def as_json(found: Comparison) -> str:
-    def listed(verdict: str) -> list[dict[str, Any]]:
-        return [vars(pair) for pair in found.of(verdict)]
-
+    listed = ("differs", "under way", "not known")
     content = {
         "agrees": found.agrees,
         "totals": found.totals(),
-        "differs": listed("differs"),
-        "under_way": listed("under way"),
-        "not_known": listed("not known"),
+        **{verdict.replace(" ", "_"): [*map(vars, found.of(verdict))] for verdict in listed},
         "missing_ranks": found.missing,
         "signatures": found.signatures,
         "refused_signatures": found.refused,

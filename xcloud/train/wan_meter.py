@@ -70,7 +70,7 @@ class WanMeter(Hook):
             "tokens": report.num_tokens,
             "learned": report.num_learned,
         }
-        again = self._sent_again_bytes
+        again = sum(record.sent_again_bytes for record in self._wiring.ends.records)
         if again > self._last_again:
             event["sent_again"] = again - self._last_again
             self._last_again = again
@@ -85,10 +85,6 @@ class WanMeter(Hook):
             if report.grad_norm is not None:
                 event["grad_norm"] = report.grad_norm
         return event
-
-    @property
-    def _sent_again_bytes(self) -> int:
-        return sum(record.sent_again_bytes for record in self._wiring.ends.records)
 
     def _read(self) -> tuple[Counter[Any], Counter[Any], Counter[Any], Counter[Any]]:
         """Return what has been sent to other clouds since the run began.

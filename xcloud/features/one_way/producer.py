@@ -27,7 +27,7 @@ from xcloud.pipeline.exchange import FlatBuffer
 from xcloud.rank.role import RankContext
 from xcloud.rank.saving import CheckpointMessage, Saver, code_of
 from xcloud.rank.task_data import report_cuts
-from xcloud.record.files import ready_file
+from xcloud.record.files import rank_file
 from xcloud.record.reporter import FLUSH_EVERY_S
 
 
@@ -315,7 +315,7 @@ class ProducerRank(OneWayRank):
             self.context, {"producer": run}, self.control, {"data": part.own_digests()}
         )
         self.orders.begin_after(run.number, for_nobody=run.kept)
-        ready_file(self.context.run_dir, rank=self.rank).touch()
+        rank_file(self.context.run_dir, self.rank, "ready").touch()
         for out in self.outs:  # every rank of the consumer
             out.send(MessageKey(Kind.READY), ())
         with self.context.asked.armed(job.checkpoint.are_made):
