@@ -6,6 +6,7 @@ import socket
 import struct
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,9 +18,10 @@ from xcloud.line import door
 class Dialled:
     """What a door sees of a connection. start: what has come, or why nothing can."""
 
-    def __init__(self, number: int, start: bytes | OSError = b"") -> None:
+    def __init__(self, number: int, start: bytes | OSError = b"", host: str = "") -> None:
         self.number = number
         self.start = start
+        self.host = host or f"host {number}"
         self.marks: list[int] = []
         self.is_closed = False
 
@@ -51,41 +53,71 @@ class Dialled:
         self.is_closed = True
 
 
-class NoThread:
-    def __init__(self, target: Any, args: Any, name: str, daemon: bool) -> None:
-        assert daemon and name == f"greet {args[1]}"
-        self.args = args
-
-    def start(self) -> None:
-        if self.args[1] == "full":
-            raise RuntimeError("can't start new thread")
-
-
 @pytest.fixture
 def shut(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A door without its thread."""
-    shut: Any = object.__new__(door.Door)
-    shut.refused, shut.polled, shut.coming = [], [], []
-    shut.waiting, shut.handshakes, shut._lock = {}, [], threading.Lock()
-    shut._label, shut._is_closed, shut._is_known = b"name", False, lambda host: host == "peer"
-    shut._on_refused, shut._greet = shut.refused.append, lambda plain, host: None
-    shut._poll = SimpleNamespace(
-        register=lambda one, what: shut.polled.append(one),
-        unregister=lambda one: shut.polled.remove(one),
-    )
+    """A door whose threads do not run: `threads` are those that it has made."""
+    refused: list[Any] = []
+    polled: list[Any] = []
+    coming: list[Any] = []
+    done: list[Any] = []
+    made: list[Any] = []
+
+    class NoThread:
+        def __init__(self, target: Any, name: str, daemon: bool, args: Any = ()) -> None:
+            assert daemon and name == (f"greet {args[1]}" if args else "listener")
+            self.run = partial(target, *args)
+            self.name = name
+            self.join = done.append
+            made.append(self)
+
+        def start(self) -> None:
+            if self.name == "greet full":
+                raise RuntimeError("can't start new thread")
 
     def accept() -> tuple[Dialled, tuple[str, int]]:
-        one = shut.coming.pop(0)
+        one = coming.pop(0)
         if isinstance(one, OSError):
             raise one
-        return one, (f"host {one.number}", 1)
+        return one, (one.host, 1)
 
-    shut._listening = SimpleNamespace(accept=accept)
-    clock = SimpleNamespace(monotonic=time.monotonic, sleep=shut.refused.append)
+    def shutdown(how: int) -> None:
+        done.append(how)
+        raise OSError
+
+    poll = SimpleNamespace(
+        register=lambda one, what: polled.append(one), unregister=lambda one: polled.remove(one)
+    )
+    monkeypatch.setattr(door, "select", SimpleNamespace(poll=lambda: poll, POLLIN=1))
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=refused.append)
     monkeypatch.setattr(door, "time", clock)
-    threads = SimpleNamespace(Thread=NoThread, current_thread=threading.current_thread)
+    threads = SimpleNamespace(
+        Thread=NoThread, Lock=threading.Lock, current_thread=threading.current_thread
+    )
     monkeypatch.setattr(door, "threading", threads)
+    listening: Any = SimpleNamespace(
+        accept=accept,
+        shutdown=shutdown,
+        close=lambda: done.append("closed"),
+        setblocking=lambda blocks: None,
+    )
+    shut: Any = door.Door(
+        listening,
+        label="name",
+        greet=lambda plain, host: None,
+        on_refused=refused.append,
+        is_known=lambda host: host == "peer",
+    )
+    polled.clear()
+    vars(shut).update(refused=refused, polled=polled, coming=coming, done=done, threads=made)
     return shut
+
+
+def ready(shut: Any, number: int) -> Any:
+    """Let a connection that came have said the name, and return it."""
+    caller = shut.waiting[number]
+    caller.is_ready = True
+    shut.polled.remove(caller.plain)
+    return caller.plain
 
 
 def test_a_door_takes_whoever_comes_and_the_oldest_silent_one_gives_way(
@@ -93,26 +125,24 @@ def test_a_door_takes_whoever_comes_and_the_oldest_silent_one_gives_way(
 ) -> None:
     monkeypatch.setattr(door, "MAX_WAITING", 2)
     shut.coming += [BlockingIOError(), OSError(24, "Too many open files")]
-    shut._accept()
+    shut.accept()
     assert not shut.refused and not shut.waiting
-    shut._accept()
+    shut.accept()
     said, pause_s = shut.refused
     assert said.startswith("the system refuses connections: ") and "open files" in said
     assert pause_s == 0.1
-    shut._is_closed = True
+    shut.close()
     shut.coming.append(OSError(9, "closed"))
-    shut._accept()
+    shut.accept()
     assert len(shut.refused) == 2, "a door that closes says nothing"
     shut.coming += [Dialled(number) for number in (5, 6, 7, 8)]
     for _ in range(2):
-        shut._accept()
-    shut.waiting[5].is_ready = True
-    shut._poll.unregister(shut.waiting[5].plain)
-    shut._accept()
+        shut.accept()
+    ready(shut, 5)
+    shut.accept()
     assert [*shut.waiting] == [5, 7] and shut.refused[2:] == [f"host 6: {door.CROWDED}"]
-    shut.waiting[7].is_ready = True
-    shut._poll.unregister(shut.waiting[7].plain)
-    shut._accept()
+    ready(shut, 7)
+    shut.accept()
     assert [*shut.waiting] == [7, 8], "of those who are ready the oldest"
 
 
@@ -136,9 +166,9 @@ def test_a_door_looks_at_how_a_connection_begins_and_says_what_is_wrong(
     start: bytes | OSError, said: str | None, shut: Any
 ) -> None:
     shut.coming.append(Dialled(5, start))
-    shut._accept()
+    shut.accept()
     (caller,) = shut.waiting.values()
-    shut._look(caller)
+    shut.look(caller)
     assert shut.refused == ([] if said is None else [f"host 5: {said}"])
     assert caller.plain.is_closed is (said is not None) and len(shut.waiting) == (said is None)
 
@@ -149,20 +179,20 @@ def test_a_door_waits_for_a_whole_record_and_hands_over_who_says_the_name(
     whole = hello_record(1 << 14)
     monkeypatch.setattr(door, "name_in", lambda hello: b"name" if hello == whole[5:] else None)
     shut.coming.append(Dialled(5, whole[:3]))
-    shut._accept()
+    shut.accept()
     (caller,) = shut.waiting.values()
     for num_bytes in (3, 5, len(whole) - 1):
         caller.plain.start = whole[:num_bytes]
-        shut._look(caller)
+        shut.look(caller)
     assert caller.plain.marks == [5, len(whole), len(whole)] and not caller.is_ready
     caller.plain.start = whole + b"more"
-    shut._look(caller)
+    shut.look(caller)
     assert caller.is_ready and shut.polled == [] and not shut.refused
-    shut._let_in()
+    shut.let_in()
     (handshake,) = shut.handshakes
     assert caller.plain.marks[-1] == 1 and handshake.twin.number == -5 and not shut.waiting
     assert not handshake.is_known
-    shut._handed(caller.plain, "host 5", handshake)
+    shut.threads[-1].run()
     assert handshake.twin.is_closed and shut.handshakes == []
 
 
@@ -170,14 +200,14 @@ def test_a_door_that_lacks_descriptors_threads_or_places_says_so_and_goes_on(
     shut: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def comes(number: int, host: str, start: bytes | OSError = b"") -> Any:
-        caller = door._Caller(Dialled(number, start), host, is_ready=True)  # type: ignore[arg-type]
-        shut.waiting[number] = caller
-        return caller.plain
+        shut.coming.append(Dialled(number, start, host))
+        shut.accept()
+        return ready(shut, number)
 
     none_left = comes(5, "far", OSError(24, "Too many open files"))
     full = comes(6, "full")
     peer = comes(7, "peer")
-    shut._let_in()
+    shut.let_in()
     assert none_left.is_closed and full.is_closed and not peer.is_closed
     first, second = shut.refused
     assert first.startswith("far: ") and second == "full: can't start new thread"
@@ -188,15 +218,15 @@ def test_a_door_that_lacks_descriptors_threads_or_places_says_so_and_goes_on(
     now_s = [kept.since_s]
     monkeypatch.setattr(door.time, "monotonic", lambda: now_s[0])
     comes(8, "stranger")
-    shut._let_in()
+    shut.let_in()
     comes(9, "late")
-    shut._let_in()
+    shut.let_in()
     assert [one.twin.marks for one in shut.handshakes] == [[], []], "both are fresh"
     now_s[0] += 1.5
-    shut._let_in()
+    shut.let_in()
     assert [one.twin.marks for one in shut.handshakes] == [[], [socket.SHUT_RDWR]]
     assert shut.handshakes[1].since_s == now_s[0] and [*shut.waiting] == [9]
-    shut._let_in()
+    shut.let_in()
     assert shut.handshakes[0].twin.marks == [socket.SHUT_RDWR], "then the peer's"
 
 
@@ -204,15 +234,7 @@ def test_a_door_that_lacks_descriptors_threads_or_places_says_so_and_goes_on(
 def test_a_door_that_closes_waits_for_its_thread_unless_that_closes_it(
     is_own: bool, shut: Any
 ) -> None:
-    done: list[Any] = []
-
-    def shutdown(how: int) -> None:
-        done.append(how)
-        raise OSError
-
-    shut._listening = SimpleNamespace(shutdown=shutdown, close=lambda: done.append("closed"))
-    other = SimpleNamespace(join=done.append)
-    shut._thread = threading.current_thread() if is_own else other
+    if is_own:
+        door.threading.current_thread = lambda: shut.threads[0]
     shut.close()
-    assert shut._is_closed
-    assert done == [socket.SHUT_RDWR, *([] if is_own else [5.0]), "closed"]
+    assert shut.done == [socket.SHUT_RDWR, *([] if is_own else [5.0]), "closed"]

@@ -107,10 +107,10 @@ class Door:
             # thousand descriptors at most and no thread.
             for descriptor, _ in self._poll.poll(1000 * _LOOK_EVERY_S):
                 if descriptor == listening:
-                    self._accept()
+                    self.accept()
                 elif (caller := self.waiting.get(descriptor)) is not None:
-                    self._look(caller)
-            self._let_in()
+                    self.look(caller)
+            self.let_in()
             now_s = time.monotonic()
             for caller in [*self.waiting.values()]:
                 if not caller.is_ready and now_s - caller.since_s > FIRST_BYTES_S:
@@ -118,7 +118,8 @@ class Door:
         for caller in [*self.waiting.values()]:
             self._forget(caller).close()
 
-    def _accept(self) -> None:
+    def accept(self) -> None:
+        """Take one connection that came, and say what keeps the system from giving it."""
         try:
             plain, address = self._listening.accept()
         except BlockingIOError:
@@ -138,7 +139,7 @@ class Door:
         self.waiting[plain.fileno()] = _Caller(plain, host=address[0])
         self._poll.register(plain, select.POLLIN)
 
-    def _look(self, caller: _Caller) -> None:
+    def look(self, caller: _Caller) -> None:
         """See how a connection begins, without taking anything of it."""
         try:
             # Peeked at, since Python's TLS reads the handshake from the socket itself.
@@ -166,7 +167,7 @@ class Door:
         caller.is_ready = True
         self._poll.unregister(caller.plain)  # it has said enough
 
-    def _let_in(self) -> None:
+    def let_in(self) -> None:
         """Hand over those who have said the name, as far as there are places for them."""
         for caller in [one for one in self.waiting.values() if one.is_ready]:
             if len(self.handshakes) >= MAX_HANDSHAKES:
