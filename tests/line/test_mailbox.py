@@ -662,7 +662,7 @@ def test_lines_through_a_mailbox_end_with_words_links_and_what_lies_there(
     lines: Any = object.__new__(MailboxLines)
     assert not lines.texts
     lines.words = [SimpleNamespace(close=lambda: done.append("words"))]
-    lines._incoming = [SimpleNamespace(wait=wait)] * 3
+    lines.ins = [SimpleNamespace(wait=wait)] * 3
     lines._arrivals = SimpleNamespace(clean=clean)
     lines.stop = lambda: done.append("stopped")
     lines.close()

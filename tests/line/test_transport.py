@@ -138,17 +138,17 @@ def test_a_port_that_is_taken_for_a_moment_or_an_address_of_others_ends_no_rank(
 
 def test_each_peer_is_reached_by_the_end_that_listens_or_at_the_relay(keys: Any) -> None:
     lines = SealedLines(place(listens_at=("i", 8000)), keys, say=print)
-    assert lines._way_to(2) is lines.listener
-    dialled: Any = lines._way_to(0)
+    assert lines.way_to(2) is lines.listener
+    dialled: Any = lines.way_to(0)
     label = place().label_of(0)
     assert (dialled.address, dialled.cloud, dialled.tls) == (("h", 7000), "a", label)
-    assert dialled.attempts is lines._attempts and lines._way_to(0) is dialled
+    assert dialled.attempts is lines.attempts and lines.way_to(0) is dialled
     relayed = place(listener_of=lambda *of: "c", address_of=lambda rank: None, relay=("r", 9))
-    dialled = SealedLines(relayed, keys, say=print)._way_to(2)
+    dialled = SealedLines(relayed, keys, say=print).way_to(2)
     assert dialled.address == Meeting(("r", 9), rooms=(f"room of c {place().label_of(2):.4}",))
     del keys.peers["a"]
     with pytest.raises(ConfigError, match=r"no certificate of it: ask its owner for a\.pem"):
-        SealedLines(place(), keys, say=print)._way_to(0)
+        SealedLines(place(), keys, say=print).way_to(0)
 
 
 @pytest.mark.parametrize(("hears_after", "waited_s"), [(3, 0.06), (None, 2.0)])
@@ -176,7 +176,7 @@ def test_a_restart_is_told_to_who_listens_and_kept_a_moment_for_who_dials(
     lines.tell_of_restart([0, 2])
     assert clock[0] == pytest.approx(waited_s, abs=0.03) and listener.is_closed
     ((target, (way, notice), daemon),) = started
-    assert target is transport._dial_once and daemon and way is lines._way_to(0)
+    assert target is transport.dial_once and daemon and way is lines.way_to(0)
     assert (notice.stream.line, notice.stream.receiver, notice.attempt) == ("restart", 0, 7)
     dials = SealedLines(place(), keys, say=print)
     dials.tell_of_restart([0])
@@ -191,7 +191,7 @@ def test_who_dials_for_a_restart_alone_takes_no_for_an_answer() -> None:
             asked.append((hello, given))
             raise LinkError("not awaited")
 
-    transport._dial_once(Refuses(), "hello")  # type: ignore[arg-type]
+    transport.dial_once(Refuses(), "hello")  # type: ignore[arg-type]
     ((hello, given),) = asked
     assert hello == "hello" and not given["is_bulk"] and given["timeout_s"] == 0.0
 
@@ -204,7 +204,7 @@ def test_a_rank_that_ends_early_waits_half_a_second_for_its_ends_to_say_so(
     for number in range(2):
         over = SimpleNamespace(is_set=lambda: clock[0] > 0.05)
         end: Any = SimpleNamespace(abandon=lambda number=number: heard.append(number), over=over)
-        lines._outs.append(end)
+        lines.outs.append(end)
     lines.abandon()
     assert heard == [0, 1] and clock[0] == pytest.approx(0.06)
     end.over.is_set = lambda: False
@@ -222,7 +222,7 @@ def test_words_are_closed_first_and_senders_may_ask_for_their_last_acknowledgeme
         connections=SimpleNamespace(join=lambda s: (done.append(s), clock.append(clock.pop() + 4)))
     )
     lines.words.append(words)
-    lines._incoming += [incoming] * 3
+    lines.ins += [incoming] * 3
     lines.close()
     most = transport.LINGER_S
     assert done == ["words", most, max(0.0, most - 4), max(0.0, most - 8)]

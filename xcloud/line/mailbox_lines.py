@@ -298,14 +298,14 @@ class MailboxLines:
         # What has come for this attempt stays: a rank may have met the others later than they
         # sent.
         self._arrivals.clean(self.attempt)
-        self._outs: list[MailboxOutLink] = []
-        self._incoming: list[MailboxInLink] = []
+        self.outs: list[MailboxOutLink] = []
+        self.ins: list[MailboxInLink] = []
         self.words: list[SealedWordLine] = []
 
     def out(self, line: str, peer: int, settings: OutSettings) -> MailboxOutLink:
         """Return the sending end of a link to a rank of another cloud."""
         out = MailboxOutLink(*self._box(line, sender=self.place.rank, receiver=peer), settings)
-        self._outs.append(out)
+        self.outs.append(out)
         return out
 
     def incoming(self, line: str, peer: int, settings: InSettings) -> MailboxInLink:
@@ -314,7 +314,7 @@ class MailboxLines:
         incoming = MailboxInLink(
             box=box, keys=keys, arrivals=self._arrivals, settings=settings, on_lost=self._on_lost
         )
-        self._incoming.append(incoming)
+        self.ins.append(incoming)
         return incoming
 
     def close(self) -> None:
@@ -323,7 +323,7 @@ class MailboxLines:
         for line in self.words:
             line.close()
         until_s = time.monotonic() + _CLOSE_S
-        for incoming in self._incoming:
+        for incoming in self.ins:
             incoming.wait(max(0.0, until_s - time.monotonic()))
         with suppress(LinkError):  # what was written again after its link was closed
             self._arrivals.clean(None)
@@ -335,7 +335,7 @@ class MailboxLines:
 
     def abandon(self) -> None:
         """Report to the peers, as far as they can be reached, that this rank has ended early."""
-        for out in self._outs:
+        for out in self.outs:
             out.abandon()
 
     def _box(self, line: str, sender: int, receiver: int) -> tuple[LinkBox, BoxKeys]:

@@ -144,11 +144,11 @@ class SealedLines:
         self._keys = keys
         self._say = say
         self._on_lost = on_lost
-        self._attempts = KnownAttempts()
-        self._way_to = cache(self._made_way)  # one for all links to a rank
+        self.attempts = KnownAttempts()
+        self.way_to = cache(self._made_way)  # to a rank, the same one for all links to it
         self.states: dict[int, LineState] = {}  # of the line to each rank
-        self._outs: list[StreamOutLink] = []
-        self._incoming: list[StreamInLink] = []
+        self.outs: list[StreamOutLink] = []  # all that were made, as are `ins`
+        self.ins: list[StreamInLink] = []
         self.words: list[SealedWordLine] = []
         self.say_refused = OnceAMinute(say)
         self.num_crowded = 0
@@ -164,7 +164,7 @@ class SealedLines:
         out = StreamOutLink(
             stream=self._stream(line, sender=self.place.rank, receiver=peer), settings=settings
         )
-        self._outs.append(out)
+        self.outs.append(out)
         return out
 
     def incoming(self, line: str, peer: int, settings: InSettings) -> StreamInLink:
@@ -172,7 +172,7 @@ class SealedLines:
         incoming = StreamInLink(
             stream=self._stream(line, sender=peer, receiver=self.place.rank), settings=settings
         )
-        self._incoming.append(incoming)
+        self.ins.append(incoming)
         return incoming
 
     def close(self) -> None:
@@ -184,19 +184,19 @@ class SealedLines:
         for line in self.words:
             line.close()
         until_s = time.monotonic() + LINGER_S
-        for link in self._incoming:
+        for link in self.ins:
             # A sender whose last acknowledgement was lost dials again to ask for it. If this
             # process were gone by then, that rank would take a finished run for a lost one.
             link.connections.join(max(0.0, until_s - time.monotonic()))
 
     def abandon(self) -> None:
         """Report to the peers, as far as they can be reached, that this rank has ended early."""
-        for out in self._outs:
+        for out in self.outs:
             # So the peers need not wait for silence; a line that is down learns nothing and waits.
             out.abandon()
         until_s = time.monotonic() + _ABANDON_S
         # The threads write END. This process is about to exit and would take them with it.
-        while time.monotonic() < until_s and not all(out.over.is_set() for out in self._outs):
+        while time.monotonic() < until_s and not all(out.over.is_set() for out in self.outs):
             time.sleep(0.02)
 
     def tell_of_restart(self, peers: Sequence[int]) -> None:
@@ -208,7 +208,7 @@ class SealedLines:
         """
         awaited = set[str]()
         for peer in peers:
-            way = self._way_to(peer)
+            way = self.way_to(peer)
             if way is self.listener:
                 awaited.add(self.place.cloud_of(peer))
                 continue
@@ -217,7 +217,7 @@ class SealedLines:
             # refuses what it does not wait for, and knows by it that this cloud begins again. From
             # a kill to the start of the other cloud's ranks it takes 0.5 s so, and took 8 s when
             # the new rank had to say it.
-            threading.Thread(target=_dial_once, args=(way, notice), daemon=True).start()
+            threading.Thread(target=dial_once, args=(way, notice), daemon=True).start()
         if self.listener is None:
             return
         until_s = time.monotonic() + _TELL_WITHIN_S
@@ -243,7 +243,7 @@ class SealedLines:
             name=name,
             run=place.run,
             attempt=place.attempt,
-            way=self._way_to(peer),
+            way=self.way_to(peer),
             state=self.states[peer],
             first_within_s=place.first_within_s,
             reconnect_s=place.reconnect_s,
@@ -269,7 +269,7 @@ class SealedLines:
             rooms = rooms_of(self._keys, cloud=there, label=label)
             address = Meeting(place.relay, rooms=rooms)
         tls = PinnedTls(keys=self._keys, label=label)
-        return Dialler(address=address, cloud=there, tls=tls, attempts=self._attempts)
+        return Dialler(address=address, cloud=there, tls=tls, attempts=self.attempts)
 
     def _listen(self) -> Listener | None:
         place = self.place
@@ -287,7 +287,7 @@ class SealedLines:
             run=place.run,
             attempt=place.attempt,
             on_refused=self.note_refused,
-            attempts=self._attempts,
+            attempts=self.attempts,
         )
         if place.listens_at is None:
             assert place.relay is not None, "it listens nowhere else"
@@ -325,7 +325,7 @@ class SealedLines:
             self.say_refused(f"refused: {reason}")
 
 
-def _dial_once(way: Way, hello: Hello) -> None:
+def dial_once(way: Way, hello: Hello) -> None:
     """Dial for a link that nobody awaits: what counts is the greeting."""
     with suppress(LinkError):
         way.connect(hello, is_bulk=False, timeout_s=0.0, wake=ignore)
