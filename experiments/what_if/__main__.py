@@ -44,7 +44,7 @@ from xcloud.base.project import project_root
 from xcloud.base.wording import meant
 from xcloud.job.config import build, read_plain
 from xcloud.models.causal_network import KINDS, Part, laid_out, read_config
-from xcloud.models.experts import experts_in
+from xcloud.models.experts import Experts
 from xcloud.simulator.costs import Profile, read_profile
 
 
@@ -117,7 +117,7 @@ def sizes_of(checkpoint: Path) -> dict[str, int]:
         "vocabulary": config.vocab_size,
         "parameters_per_layer": num_parameters,
     }
-    for _, experts in experts_in(layer):
+    for experts in (module for module in layer.modules() if isinstance(module, Experts)):
         of_one = sum(parameter.numel() for parameter in experts.get_submodule("0").parameters())
         num_idle = experts.num_experts - config.num_experts_per_tok
         sizes["active_per_layer"] = num_parameters - num_idle * of_one

@@ -272,6 +272,13 @@ class Runner:
         say(f"{point.name}: {text}")
 
 
+def say_verdicts(decisions: Sequence[Decision]) -> None:
+    """Say which points resume, run again or are kept in spite of changes, and why."""
+    for decision in decisions:
+        if decision.why:
+            say(f"  {decision.point.name} {_VERBS[decision.verdict]}; {decision.why}")
+
+
 @contextmanager
 def signals_as_ctrl_c() -> Iterator[None]:
     """Let every signal to stop raise KeyboardInterrupt, as Ctrl+C does, while the block lasts."""
@@ -406,9 +413,7 @@ class Sweep:
         text = f"sweep {self.name}: {len(decisions)} point{'s' * (len(decisions) > 1)}"
         text += f", {len(todo)} to run" + f", {done} finished before" * bool(done)
         say(text + f", {num_others} more recorded by other commands" * bool(num_others))
-        for decision in decisions:
-            if decision.why:
-                say(f"  {decision.point.name} {_VERBS[decision.verdict]}; {decision.why}")
+        say_verdicts(decisions)
         if any(d.verdict == "again" and "changed since" in d.why for d in decisions):
             say("  (to keep finished points as they are: hydra.launcher.accept_changes=true)")
         if todo:
