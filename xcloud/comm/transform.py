@@ -119,6 +119,7 @@ class Transform(Compressor):
 
     family: ClassVar[Family] = "precision"
     feedback: ClassVar[Feedback] = "useful"
+    label_form = "transform({step:g})"
     own_names = ("seen", "since", "look_at", "features", "mean_square", "moments", "number",
                  "mean", "codes", "classes")  # fmt: skip
 
@@ -132,10 +133,6 @@ class Transform(Compressor):
         self._moments_HH: Tensor | None = None
         self._mean_square = 0.0  # of a centred value, a running mean
         self._basis: _Basis | None = None
-
-    @property
-    def label(self) -> str:
-        return f"transform({self.step:g})"
 
     def wire_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         num_rows, num_features = matrix_shape(spec.shape)

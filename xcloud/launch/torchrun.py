@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import signal
 import tempfile
@@ -16,15 +17,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistNetworkError
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
-    RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from xcloud.base.errors import XcloudError
 from xcloud.base.project import module_paths
@@ -43,8 +44,9 @@ class StopAsked(Exception):
     """The end of ranks that were asked to stop, so that torchrun must not start them again."""
 
 
-class Machines(RendezvousHandler):
-    """The rendezvous of all machines: a store that the first of them serves at --master-addr."""
+class Machines(StaticTCPRendezvous):
+    """The rendezvous of all machines: a store that the first of them serves at --master-addr. It
+    differs from torch's static one in how it waits for machines, and in what ends it."""
 
     def __init__(
         self,
@@ -56,14 +58,9 @@ class Machines(RendezvousHandler):
         within_s: float,
         say: Callable[[str], None],
     ) -> None:
-        self._host = host
-        self._port = port
-        self._number = number
-        self._num_machines = num_machines
-        self._run_id = run_id
+        super().__init__(host, port, number, num_machines, run_id, timeout=math.ceil(within_s))
         self._within_s = within_s
         self._say = say
-        self._store: TCPStore | None = None
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Return where the ranks of all machines find each other, once every machine has come.
@@ -71,60 +68,35 @@ class Machines(RendezvousHandler):
         Raises StopAsked where torchrun would start ranks again that were asked to stop.
         """
         if self._store is None:
-            self._store = self._open()
-            self._await_all(self._store)
+            store = self._open()
+            self._await_all(store)
+            self._store = store
         elif Ending.STOPPED in _endings().values():
             raise StopAsked
-        return RendezvousInfo(
-            PrefixStore(self._run_id, self._store),
-            self._number,
-            self._num_machines,
-            RendezvousStoreInfo(self._host, self._port),
-        )
+        return super().next_rendezvous()
 
     def _open(self) -> TCPStore:
-        if self._number != 0:
-            waiting = Waiting(
-                what=f"for {self._host}:{self._port}", within_s=self._within_s, say=self._say
-            )
-            while (why := why_unreachable(self._host, port=self._port)) is not None:
+        host = self.master_addr
+        port = self.master_port
+        if self.rank != 0:
+            waiting = Waiting(f"for {host}:{port}", within_s=self._within_s, say=self._say)
+            while (why := why_unreachable(host, port=port)) is not None:
                 waiting.go_on(why, look_every_s=_LOOK_EVERY_S)
-        return store_at(
-            self._host, port=self._port, serves=self._number == 0, within_s=self._within_s
-        )
+        return store_at(host, port=port, serves=self.rank == 0, within_s=self._within_s)
 
     def _await_all(self, store: TCPStore) -> None:
-        store.set(f"machine.{self._number}", "here")
+        store.set(f"machine.{self.rank}", "here")
         waiting = Waiting(what="for all machines", within_s=self._within_s, say=self._say)
         while not store.check(["machines"]):
-            missing = [n for n in range(self._num_machines) if not store.check([f"machine.{n}"])]
-            if self._number == 0 and not missing:
+            missing = [n for n in range(self.world_size) if not store.check([f"machine.{n}"])]
+            if self.rank == 0 and not missing:
                 store.set("machines", "all")
                 return
             who = ", ".join(map(str, missing)) or "0"
             waiting.go_on(f"--node-rank {who} has not come", look_every_s=_LOOK_EVERY_S)
 
     def get_backend(self) -> str:
-        return "xcloud"
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        return True
+        return "xcloud"  # as it is registered
 
 
 def _machines_of(parameters: RendezvousParameters) -> RendezvousHandler:

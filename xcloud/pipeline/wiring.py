@@ -94,9 +94,8 @@ class WiredJob(CrossedJob, Protocol):
 class AveragingLinks(Protocol):
     """Links over which ranks average the same values."""
 
-    @property
-    def raw_bytes(self) -> int:
-        """FP32 bytes of what went to other clouds."""
+    raw_bytes: int
+    """FP32 bytes of what went to other clouds."""
 
 
 @dataclass(frozen=True)

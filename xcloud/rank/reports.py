@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -140,139 +140,6 @@ def _is_near(at_s: float, step: RecordedStep) -> bool:
     return step.started_at_s - step_s <= at_s <= step.ended_at_s + step_s
 
 
-class MemoryMeter:
-    """A meter of the memory of one rank. `first_step` goes around every step; `describe` returns
-    bytes:
-
-    peak: maximum resident memory of the process since the first step began, libraries and network
-        buffers included. If the system cannot reset an earlier peak (no Linux, or not allowed), it
-        counts from the start of the process.
-    program: resident memory when the meter was made, before there was a model: Python, libraries,
-        and in a pipeline the data. It is part of the peak, and not of gpu_peak.
-    gpu_peak: maximum that torch had allocated on the GPU; absent without a GPU.
-    parameters, gradients, optimizer: memory of this rank's stages. Frozen weights and buffers
-        count as parameters here, and moments as the optimizer's.
-    activations: maximum that was kept at once for the backward of the first step, over all
-        micro-batches in flight. Activations that a backward recomputes are not kept.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.program_bytes = _status_bytes("VmRSS")
-        self.device = device
-        self._activations = SavedTensors()
-        self._is_first = True
-
-    @contextmanager
-    def first_step(self) -> Iterator[None]:
-        """Reset the peaks and count activations, the first time that it is entered."""
-        # Later steps need as much, and hooks on every kept tensor take time.
-        if not self._is_first:
-            yield
-            return
-        self._is_first = False
-        with suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")  # resets the peak (Linux)
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-        with self._activations:
-            yield
-
-    def bytes_beside(self, tensor_bytes: int) -> int:
-        """Return the memory that the rank takes on its device now beside so much of tensors: the
-        program, with what was imported since it began. On a GPU it takes none."""
-        if self.device.type == "cuda":
-            return 0
-        give_freed_memory_back()
-        return max(0, _status_bytes("VmRSS") - tensor_bytes)
-
-    def describe(self, modules: Iterable[nn.Module], optimizer_bytes: int) -> dict[str, Any]:
-        # By identity: two stages of a rank may share a tied weight.
-        tensors = {id(t): t for m in modules for t in (*m.parameters(), *m.buffers())}.values()
-        found: dict[str, Any] = {
-            "peak": _status_bytes("VmHWM"), "program": self.program_bytes
-        }  # fmt: skip
-        if self.device.type == "cuda":
-            found["gpu_peak"] = torch.cuda.max_memory_allocated(self.device)
-        return found | {
-            "parameters": bytes_of(tensors),
-            "gradients": bytes_of(t.grad for t in tensors if t.grad is not None),
-            "optimizer": optimizer_bytes,
-            "activations": self._activations.peak_bytes,
-        }
-
-
-class WorkSpace:
-    """The most memory that tensors take at once in an update, beyond what there was before it and
-    the activations that are kept: results on their way to the next operator, and the scratch
-    tensors in which matrices are made dense.
-
-    num_bytes: known after `end`.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.num_bytes = 0
-        self._device = device
-        self._activations = SavedTensors()
-        self._made = PeakBytes()
-        self._open = ExitStack()
-        self._before = 0
-
-    def begin(self) -> None:
-        self._open.enter_context(self._activations)
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-            self._before = torch.cuda.memory_allocated(self._device)
-        else:
-            # On a GPU torch counts by itself; on the CPU every operator is watched, which is slow.
-            # That is why a work space is measured in one update of a trial and in no run.
-            self._open.enter_context(self._made)
-
-    def end(self) -> None:
-        self._open.close()
-        if self._device.type == "cuda":
-            grown = torch.cuda.max_memory_allocated(self._device) - self._before
-        else:
-            grown = self._made.peak
-        # Scratch tensors are kept from one product to the next, so they grew before `begin`.
-        self.num_bytes = max(0, grown - self._activations.peak_bytes) + scratch_bytes()
-
-
-class MemoryReport(Hook):
-    """A part that reports the memory of a pipeline's rank.
-
-    queued: messages that wait to be sent or read.
-    bytes_to_copy: returns what a checkpoint copies; None: none are made.
-    """
-
-    def __init__(
-        self,
-        trainer: Trainer,
-        reporter: Reporter,
-        meter: MemoryMeter,
-        queued: QueuedBytes,
-        bytes_to_copy: Callable[[], int] | None,
-    ) -> None:
-        self._trainer = trainer
-        self._reporter = reporter
-        self._bytes_to_copy = bytes_to_copy
-        self._meter = meter
-        self._queued = queued
-        self._first = ExitStack()
-
-    def before_update(self, step: int) -> None:
-        self._first.enter_context(self._meter.first_step())
-
-    def after_update(self, step: int, report: StepReport) -> None:
-        self._first.close()
-
-    def finish(self) -> None:
-        moments = optimizer_bytes(self._trainer.optimizers)
-        figures = self._meter.describe(self._trainer.pipeline.stages.values(), moments)
-        copied = 0 if self._bytes_to_copy is None else self._bytes_to_copy()
-        queued = self._queued.peak_bytes
-        self._reporter.event("memory", **figures, queued=queued, checkpoint=copied)
-
-
 class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
     """A count of what autograd keeps for the backward while this is entered: num_bytes now,
     peak_bytes at most. Parameters are left out, and what several tensors share is counted once."""
@@ -317,6 +184,139 @@ class _KeptTensor:
 
     def __del__(self) -> None:
         self.owner._add(self.address, count=-1, num_bytes=self.num_bytes)
+
+
+@dataclass(eq=False)
+class MemoryMeter:
+    """A meter of the memory of one rank. `first_step` goes around every step; `describe` returns
+    bytes:
+
+    peak: maximum resident memory of the process since the first step began, libraries and network
+        buffers included. If the system cannot reset an earlier peak (no Linux, or not allowed), it
+        counts from the start of the process.
+    program: resident memory when the meter was made, before there was a model: Python, libraries,
+        and in a pipeline the data. It is part of the peak, and not of gpu_peak.
+    gpu_peak: maximum that torch had allocated on the GPU; absent without a GPU.
+    parameters, gradients, optimizer: memory of this rank's stages. Frozen weights and buffers
+        count as parameters here, and moments as the optimizer's.
+    activations: maximum that was kept at once for the backward of the first step, over all
+        micro-batches in flight. Activations that a backward recomputes are not kept.
+    """
+
+    device: torch.device
+    program_bytes: int = field(default_factory=lambda: _status_bytes("VmRSS"))
+    _activations: SavedTensors = field(default_factory=SavedTensors)
+    _is_first: bool = True
+
+    @contextmanager
+    def first_step(self) -> Iterator[None]:
+        """Reset the peaks and count activations, the first time that it is entered."""
+        # Later steps need as much, and hooks on every kept tensor take time.
+        if not self._is_first:
+            yield
+            return
+        self._is_first = False
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak (Linux)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        with self._activations:
+            yield
+
+    def bytes_beside(self, tensor_bytes: int) -> int:
+        """Return the memory that the rank takes on its device now beside so much of tensors: the
+        program, with what was imported since it began. On a GPU it takes none."""
+        if self.device.type == "cuda":
+            return 0
+        give_freed_memory_back()
+        return max(0, _status_bytes("VmRSS") - tensor_bytes)
+
+    def describe(self, modules: Iterable[nn.Module], optimizer_bytes: int) -> dict[str, Any]:
+        # By identity: two stages of a rank may share a tied weight.
+        tensors = {id(t): t for m in modules for t in (*m.parameters(), *m.buffers())}.values()
+        found: dict[str, Any] = {
+            "peak": _status_bytes("VmHWM"), "program": self.program_bytes
+        }  # fmt: skip
+        if self.device.type == "cuda":
+            found["gpu_peak"] = torch.cuda.max_memory_allocated(self.device)
+        return found | {
+            "parameters": bytes_of(tensors),
+            "gradients": bytes_of(t.grad for t in tensors if t.grad is not None),
+            "optimizer": optimizer_bytes,
+            "activations": self._activations.peak_bytes,
+        }
+
+
+@dataclass(eq=False)
+class WorkSpace:
+    """The most memory that tensors take at once in an update, beyond what there was before it and
+    the activations that are kept: results on their way to the next operator, and the scratch
+    tensors in which matrices are made dense.
+
+    num_bytes: known after `end`.
+    """
+
+    device: torch.device
+    num_bytes: int = 0
+    _activations: SavedTensors = field(default_factory=SavedTensors)
+    _made: PeakBytes = field(default_factory=PeakBytes)
+    _open: ExitStack = field(default_factory=ExitStack)
+    _before: int = 0
+
+    def begin(self) -> None:
+        self._open.enter_context(self._activations)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self._before = torch.cuda.memory_allocated(self.device)
+        else:
+            # On a GPU torch counts by itself; on the CPU every operator is watched, which is slow.
+            # That is why a work space is measured in one update of a trial and in no run.
+            self._open.enter_context(self._made)
+
+    def end(self) -> None:
+        self._open.close()
+        if self.device.type == "cuda":
+            grown = torch.cuda.max_memory_allocated(self.device) - self._before
+        else:
+            grown = self._made.peak
+        # Scratch tensors are kept from one product to the next, so they grew before `begin`.
+        self.num_bytes = max(0, grown - self._activations.peak_bytes) + scratch_bytes()
+
+
+class MemoryReport(Hook):
+    """A part that reports the memory of a pipeline's rank.
+
+    queued: messages that wait to be sent or read.
+    bytes_to_copy: returns what a checkpoint copies; None: none are made.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        reporter: Reporter,
+        meter: MemoryMeter,
+        queued: QueuedBytes,
+        bytes_to_copy: Callable[[], int] | None,
+    ) -> None:
+        self._trainer = trainer
+        self._reporter = reporter
+        self._bytes_to_copy = bytes_to_copy
+        self._meter = meter
+        self._queued = queued
+        self._first = ExitStack()
+
+    def before_update(self, step: int) -> None:
+        self._first.enter_context(self._meter.first_step())
+
+    def after_update(self, step: int, report: StepReport) -> None:
+        self._first.close()
+
+    def finish(self) -> None:
+        moments = optimizer_bytes(self._trainer.optimizers)
+        figures = self._meter.describe(self._trainer.pipeline.stages.values(), moments)
+        copied = 0 if self._bytes_to_copy is None else self._bytes_to_copy()
+        queued = self._queued.peak_bytes
+        self._reporter.event("memory", **figures, queued=queued, checkpoint=copied)
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
