@@ -25,9 +25,11 @@ from xcloud.features.replicas.averaging import (
     Averager,
     ReplicaLinks,
     Terms,
+    first_part,
 )
 from xcloud.features.replicas.merging import weighted_mean
 from xcloud.features.replicas.replicas import Replicas
+from xcloud.net.frame import TensorSpec
 
 SHAPES = {
     "weight": torch.Size((12, 10)),
@@ -326,6 +328,12 @@ def test_a_message_of_other_settings_is_refused() -> None:
     AllToAll(links[0], codec(Chain())).start(1, drawn(1), weight=math.nan)
     with pytest.raises(FrameError, match="replica 0 sent a weight of nan"):
         receiver.finish(1)
+    one, other = torch.zeros(2), torch.zeros(3)
+    for wrong in ([], [other], [one.double()], [other, one]):
+        with pytest.raises(FrameError, match=r"a message of cloud_b begins with \[.*\], expected"):
+            first_part(wrong, TensorSpec.of(one), sender="cloud_b")
+    first, rest = first_part([one, other], TensorSpec.of(one), sender="cloud_b")
+    assert first is one and rest == [other]
 
 
 def test_a_replica_that_does_not_come_is_waited_for_and_named() -> None:

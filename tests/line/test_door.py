@@ -109,6 +109,7 @@ def shut(monkeypatch: pytest.MonkeyPatch) -> Any:
     )
     polled.clear()
     vars(shut).update(refused=refused, polled=polled, coming=coming, done=done, threads=made)
+    vars(shut).update(poller=poll, listening=listening)
     return shut
 
 
@@ -238,3 +239,31 @@ def test_a_door_that_closes_waits_for_its_thread_unless_that_closes_it(
         door.threading.current_thread = lambda: shut.threads[0]
     shut.close()
     assert shut.done == [socket.SHUT_RDWR, *([] if is_own else [5.0]), "closed"]
+
+
+def test_a_door_refuses_whoever_is_silent_for_too_long_and_closes_the_others_at_its_end(
+    shut: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Number 3 is the port itself; 9 has been forgotten since it was polled."""
+    shut.coming += [Dialled(number, BlockingIOError()) for number in (5, 6, 7, 8)]
+    for _ in range(3):
+        shut.accept()
+    now_s = shut.waiting[7].since_s
+    shut.waiting[5].since_s = shut.waiting[6].since_s = now_s - door.FIRST_BYTES_S - 0.5
+    shut.waiting[6].num_bytes = 4
+    shut.waiting[7].since_s = now_s - door.FIRST_BYTES_S
+    plain = [caller.plain for caller in shut.waiting.values()]
+    waits_ms: list[float] = []
+
+    def poll(wait_ms: float) -> list[tuple[int, int]]:
+        waits_ms.append(wait_ms)
+        shut.close()
+        return [(3, 1), (9, 1), (7, 1)]
+
+    shut.poller.poll = poll
+    shut.listening.fileno = lambda: 3
+    monkeypatch.setattr(door.time, "monotonic", lambda: now_s)
+    shut.threads[0].run()
+    assert shut.refused == [f"host 5: {door.CROWDED}", "host 6: no answer"]
+    assert waits_ms == [100.0] and shut.waiting == {} and shut.coming == []
+    assert all(one.is_closed for one in plain)

@@ -194,3 +194,5 @@ def test_closing_waits_for_a_slow_link_but_not_for_a_silent_peer(tmp_path: Path)
 def test_of_gloos_errors_neither_source_position_nor_advice_is_shown() -> None:
     said = "[/__w/tcp/pair.cc:553] Connection closed by peer [::1]:5. This is typically caused by"
     assert first_line(RuntimeError(said)) == "Connection closed by peer [::1]:5"
+    assert first_line(RuntimeError("one\ntwo")) == "one"
+    assert first_line(RuntimeError()) == "RuntimeError"

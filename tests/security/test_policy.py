@@ -932,6 +932,7 @@ def test_a_strict_policy_allows_this_experiment_and_no_other(
     exp: str, tmp_path: Path, policy: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, out = written(tmp_path, composed(f"+exp={exp}")), tmp_path / "strict.yaml"
+    new = tmp_path / "new.yaml"
     cloud = next(iter(given.read_settings(file).job.cluster.clouds))
 
     assert strict_policy.main(["--new", str(file), "--cloud", cloud, "--out", str(out)]) == 0
@@ -945,6 +946,10 @@ def test_a_strict_policy_allows_this_experiment_and_no_other(
         strict_policy.main(["--new", str(file), "--cloud", cloud, "--out", str(out)])
     with pytest.raises(ConfigError, match="--cloud is 'nobody'"):
         strict_policy.strict_policy(file, "nobody")
+    monkeypatch.setattr(strict_policy, "strict_policy", lambda file, cloud: {"me": 3})
+    with pytest.raises(ConfigError, match=f"{new.name}.* me"):
+        strict_policy.main(["--new", str(file), "--cloud", cloud, "--out", str(new)])
+    assert not new.exists(), "what is no policy is not written"
 
 
 def test_a_strict_policy_is_not_made_by_running_what_a_file_names(

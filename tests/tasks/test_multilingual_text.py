@@ -69,12 +69,21 @@ def test_a_table_with_both_languages_is_parallel_text(tmp_path: Path) -> None:
     assert list(FolderText(str(tmp_path)).read("en-es")) == [("one", "uno")]
 
 
+FOR_PT = (
+    r"no text of 'pt'; expected pt\.txt, train\.pt\.txt, train\.pt\.jsonl, or a \.tsv with the "
+    r"columns lang and text"
+)
+FOR_ES_PT = (
+    r"no text of 'es-pt'; expected train\.es and train\.pt, or a \.tsv with the columns es and pt"
+)
+
+
 def test_what_is_missing_or_malformed_is_said_in_words(folder: Path) -> None:
     source = FolderText(str(folder))
     (folder / "all.tsv").unlink()
-    with pytest.raises(DataError, match=r"no text of 'pt'; expected pt\.txt, train\.pt\.txt"):
+    with pytest.raises(DataError, match=FOR_PT):
         source.check(["es", "pt"])
-    with pytest.raises(DataError, match=r"no text of 'es-pt'; expected train\.es and train\.pt"):
+    with pytest.raises(DataError, match=FOR_ES_PT):
         source.check(["es-pt"])
     with pytest.raises(DataError, match="does not exist"):
         FolderText(str(folder / "nowhere")).check(["es"])
