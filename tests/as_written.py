@@ -90,28 +90,43 @@ def _colour(colour: Any) -> Any:
 def _described(figure: Figure) -> list[Any]:
     """Return the size, texts, legends and panels of a picture, each with what lies in it."""
     title = figure.get_suptitle()
-    legends = [
-        {"columns": legend._ncols, "labels": [text.get_text() for text in legend.get_texts()]}
-        for legend in figure.legends
-    ]
+    legends = [*map(_legend, figure.legends)]
     return [_numbers(figure.get_size_inches()), title, legends, *map(_panel, figure.axes)]
+
+
+def _legend(legend: Any) -> dict[str, Any]:
+    labels = [text.get_text() for text in legend.get_texts()]
+    return {
+        "columns": legend._ncols, "labels": labels, "framed": legend.get_frame_on(),
+        "size": legend.prop.get_size(),
+    }  # fmt: skip
+
+
+def _marks(axis: Any) -> list[str]:
+    """Return what stands at the numbers of an axis: a grid across, ticks."""
+    return [name for name, is_on in axis.get_tick_params().items() if is_on is True]
 
 
 def _panel(axes: Any) -> dict[str, Any]:
     about: dict[str, Callable[[Any], Any]] = {
         "lines": lambda line: [
             line.get_label(), _colour(line.get_color()), line.get_linestyle(), line.get_marker(),
-            line.get_linewidth(), _numbers(line.get_xdata()), _numbers(line.get_ydata()),
+            [line.get_linewidth(), line.get_markersize(), line.get_alpha(), line.get_zorder()],
+            _numbers(line.get_xdata()), _numbers(line.get_ydata()),
         ],
         "patches": lambda patch: [
-            patch.get_label(), _colour(patch.get_facecolor()),
+            patch.get_label(), _colour(patch.get_facecolor()), _colour(patch.get_edgecolor()),
+            patch.get_linewidth(),
             _numbers(patch.get_path().get_extents(patch.get_patch_transform()).bounds),
         ],
         "collections": lambda one: [
             one.get_label(), _colour(one.get_facecolor()),
             [_numbers(path.get_extents().bounds) for path in one.get_paths()],
         ],
-        "texts": lambda text: [text.get_text(), *_numbers(text.get_position())],
+        "texts": lambda text: [
+            text.get_text(), *_numbers(text.get_position()), text.get_fontsize(),
+            text.get_rotation(), _colour(text.get_color()), text.get_ha(), text.get_va(),
+        ],
     }  # fmt: skip
     legend = axes.get_legend()
     return {
@@ -119,6 +134,8 @@ def _panel(axes: Any) -> dict[str, Any]:
         "axes": [axes.get_xlabel(), axes.get_ylabel(), axes.get_xscale(), axes.get_yscale()],
         "limits": _numbers([axes.get_xlim(), axes.get_ylim()]),
         "ticks": [label.get_text() for label in axes.get_yticklabels() if label.get_text()],
-        "legend": legend and [text.get_text() for text in legend.get_texts()],
+        "legend": legend and _legend(legend),
+        "sides": [side for side, spine in axes.spines.items() if spine.get_visible()],
+        "marks": [name for one in (axes.xaxis, axes.yaxis) for name in _marks(one)],
         **{name: [say(one) for one in getattr(axes, name)] for name, say in about.items()},
     }

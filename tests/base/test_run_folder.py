@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 
+from tests import as_written
 from tests.owners import TwoOwners
 from tests.runs import ROOT, cloud, command, layout, read, wait_for
 from tests.sweep_runs import points
@@ -21,6 +22,7 @@ from xcloud.base import run_folder
 from xcloud.base.errors import ConfigError
 from xcloud.base.locks import LockTaken, locked
 from xcloud.base.run_folder import owned, refuse_links
+from xcloud.base.terminal import signals_to_stop
 from xcloud.features.checkpoints.resume import check_can_go_on
 from xcloud.job import config as configs
 from xcloud.launch import join, local, several_machines
@@ -133,6 +135,33 @@ def test_nobody_writes_into_the_folder_of_a_living_run(
     said = str(refused.value) + capsys.readouterr().err
     assert f"is in use by process {os.getpid()} on " in said
     assert f"python -m xcloud status '{run_dir}'" in said
+
+
+OF_A_RUN = {
+    "monitor": ["RUN", "--experiment", "x.yaml"], "wire-audit": ["RUN"], "leak-meter": ["RUN"],
+    "status": ["RUN"],
+    "evaluate": ["RUN", "--tasks", "task.yaml"], "translate": ["RUN", "a text"],
+    "generate": ["RUN", "a text"], "export": ["RUN"], "follow": ["RUN", "--as", "served"],
+}  # fmt: skip
+
+
+def test_a_command_says_what_it_misses_in_a_folder_that_is_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    found = {}
+    before = {number: signal.getsignal(number) for number in signals_to_stop()}
+    for name, words in OF_A_RUN.items():
+        for folder in ("nowhere", "empty", "file"):
+            given = [word.replace("RUN", str(tmp_path / folder)) for word in words]
+            code = commands.main([name, *given])
+            said = "".join(capsys.readouterr()).replace(str(tmp_path), "FOLDER").strip()
+            found[f"{name}: {folder}"] = [code, said]
+    for number, handler in before.items():  # as `monitor` leaves to the ranks to save
+        signal.signal(number, handler)
+    as_written.check("commands without a run", found)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file"]
 
 
 @pytest.mark.parametrize("writer", WRITERS)

@@ -292,8 +292,19 @@ def test_a_wrong_setting_is_named(override: str, named: str) -> None:
 
 
 def test_a_setting_without_a_value_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"no value yet: task\.data\.path"):
+    with pytest.raises(ConfigError) as raised:
         build("+exp=abnet_iwslt", "profile=files")
+    assert str(raised.value) == (
+        "these settings have no value yet: task.data.path; give them as key=value"
+    )
+    with pytest.raises(ConfigError) as raised:
+        configs.check_values({"name": "???", "seed": "???", "task": {"name": "mt"}})
+    said, _, experiments = str(raised.value).partition(": +exp= one of ")
+    assert said == (
+        "these settings have no value yet: name, seed; give them as key=value, or choose an "
+        "experiment"
+    )
+    assert experiments.split(", ") == sorted(options("exp"))
 
 
 def test_the_line_may_be_chosen_whatever_the_cluster() -> None:

@@ -1,5 +1,6 @@
 """`python -m xcloud`: the list teaches, every command explains itself and prints JSON if asked."""
 
+import argparse
 import importlib
 import json
 import os
@@ -17,6 +18,7 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 
 from experiments.claims import pages
+from tests import as_written
 from xcloud import entry
 from xcloud.__main__ import COMMANDS, OF_A_CLONE, main
 from xcloud.base import project
@@ -296,3 +298,47 @@ def test_what_hydra_composed_is_planned_run_and_leaves_no_empty_folder(
     )
     assert entry.run_composed.__wrapped__("config") == -3.0
     assert ran[1]["more_follows"] and ran[1]["resumes"] is resume.check_can_go_on
+
+
+class ParserMade(Exception):
+    pass
+
+
+def arguments_of(parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """Return what a parser takes, by the first name of each argument, and what it says of it."""
+    found: dict[str, Any] = {}
+    for action in parser._actions:
+        name = (action.option_strings or [action.metavar or action.dest])[0]
+        if isinstance(action, argparse._SubParsersAction):
+            found |= {f"{word} ...": arguments_of(one) for word, one in action.choices.items()}
+        elif name != "-h":
+            kind = getattr(action.type, "__name__", None)
+            about = {
+                "is": [*action.option_strings[1:], action.dest, kind, action.metavar],
+                "nargs": action.nargs, "choices": action.choices and [*map(str, action.choices)],
+                "default": None if action.default is None else str(action.default),
+                "const": action.const, "required": bool(action.option_strings) and action.required,
+            }  # fmt: skip
+            said = [f"{key} {value}" for key, value in about.items() if value not in (None, False)]
+            found[str(name)] = [action.help, *said]
+    return found
+
+
+def test_the_arguments_of_every_command_are_these(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripts of others rely on them."""
+    made: list[argparse.ArgumentParser] = []
+
+    def parse(parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
+        made.append(parser)
+        raise ParserMade
+
+    for name in ("parse_args", "parse_known_args", "parse_intermixed_args"):
+        monkeypatch.setattr(argparse.ArgumentParser, name, parse)
+    found = {}
+    for name in COMMANDS:
+        if name in ("run", "torchrun"):  # Hydra's and torchrun's
+            continue
+        with pytest.raises(ParserMade):
+            main([name])
+        found[name] = arguments_of(made.pop())
+    as_written.check("arguments of commands", found)

@@ -7,15 +7,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from tests import as_written
+from tests.event_lines import append_event
 from tests.toy import toy_config
 from xcloud.base.errors import ConfigError, DataError, FrameError, LinkClosed, RunFailed
 from xcloud.base.terminal import signals_to_stop
-from xcloud.job.config import Settings
+from xcloud.job.config import EXPERIMENT_FILE, Settings
 from xcloud.launch import local
 from xcloud.launch import processes as launch
 from xcloud.launch.failures import (
@@ -30,11 +33,14 @@ from xcloud.launch.processes import LocalRanks, RunStopped, num_threads
 from xcloud.net.link_profile import Liveness
 from xcloud.record.files import (
     AGREED_FILE,
+    EVENTS_FILE,
     LAUNCHER_FILE,
     CheckpointSteps,
     failure_of,
+    note_attempt,
     rank_file,
 )
+from xcloud.record.summary import SUMMARY_FILE
 
 
 def test_memory_settings_reach_the_ranks_and_the_users_own_win(
@@ -514,6 +520,65 @@ def test_what_would_have_followed_does_not_begin(
     with pytest.raises(RunStopped, match="rank 1 is gone" if error else "The run finished"):
         run(signals=1, error=error, more_follows=True)
     assert (tmp_path / "written").exists()
+
+
+ENDS: dict[str, BaseException | None] = {
+    "well": None,
+    "by a rank": RunFailed("rank 1 is gone"),
+    "by an error of this process": ValueError("no such thing"),
+    "from outside": SystemExit(3),
+    "stopped": RunStopped(),
+    "interrupted": KeyboardInterrupt(),
+}
+
+
+def told_by_a_run(error: BaseException | None, folder: Path, resumes: bool) -> list[Any]:
+    """Return which file its ranks read, what its record is told, and what the caller gets."""
+    told: list[Any] = []
+
+    def train(ranks: Any, **named: object) -> None:
+        note_attempt(folder, restarts_left=0)
+        told.append(ranks.experiment_file.name)
+        if error is not None:
+            raise error
+
+    monitor = Mock(attempt=SimpleNamespace(stop_asked_of=None))
+    monitor.finish.side_effect = lambda *given, **named: told.append([*given, named])
+    asked = Settings.of(toy_config("two_clouds"))
+    folder.mkdir()
+    for file in ("rank0.wire.json", "rank1.wire.json", "rank0.wire.earlier.json", SUMMARY_FILE):
+        (folder / file).write_text("{}")
+    may_resume = None
+    if resumes:
+        append_event(folder / EVENTS_FILE, "start", rank=0, cloud="a")
+        asked.write(folder / EXPERIMENT_FILE)
+        with pytest.raises(ConfigError) as refused:
+            local.run(asked, folder)
+        told.append(str(refused.value))
+        may_resume = Mock()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local, "Monitor", Mock(return_value=monitor))
+        patch.setattr(local, "train", train)
+        try:
+            local.run(asked, folder, resumes=may_resume)
+        except BaseException as raised:
+            assert type(raised) is type(error)
+            told.append(repr(raised))
+    assert may_resume is None or may_resume.call_args.args == (asked, folder)
+    return told
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_how_a_run_ends_is_said_and_what_lies_in_its_folder_then(
+    resumes: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {}
+    for name, error in ENDS.items():
+        told = told_by_a_run(error, tmp_path / name, resumes)
+        files = sorted(path.name for path in (tmp_path / name).iterdir())
+        found[name] = [*told, capsys.readouterr().out, files]
+    text = json.dumps(found).replace(str(tmp_path), "FOLDER")
+    as_written.check(f"ends of a run that {'goes on' if resumes else 'is new'}", json.loads(text))
 
 
 @pytest.mark.parametrize("is_ignored", [False, True])

@@ -18,7 +18,7 @@ from xcloud.study.points import (
     same_overrides,
     with_also,
 )
-from xcloud.study.runner import check_name, composed_points
+from xcloud.study.runner import check_name, composed_points, reasons_of
 
 
 def named(*grid: str) -> list[str]:
@@ -36,6 +36,22 @@ def test_what_points_never_come_to_is_told_once_with_their_number(
     assert len(found) == 6 and not wrong
     said = capsys.readouterr().out
     assert said.count("3 of 6 points: training.evaluate_every=21 is more than") == 1
+
+
+def test_reasons_name_what_points_do_not_share_and_the_first_of_each() -> None:
+    points = [("seed=1", "rank=8"), ("seed=2", "rank=8"), ("seed=3", "rank=8")]
+    assert reasons_of({"too low": [("seed=1", "rank=8")]}, points[:1]) == [
+        "1 of 1 points:", "  seed=1 rank=8: too low",
+    ]  # fmt: skip
+    assert reasons_of({"too low": points[:2], "odd": points[2:]}, points) == [
+        "3 of 3 points:", "  seed=1 (and 1 more): too low", "  seed=3: odd",
+    ]  # fmt: skip
+    many = {f"reason {number}": [(f"seed={number}", "rank=8")] for number in range(12)}
+    asked = [*(one for (one,) in many.values()), ("seed=12", "rank=8")]
+    said = reasons_of(many, asked)
+    assert said[0] == "12 of 13 points:" and said[1] == "  seed=0: reason 0"
+    assert said[10:] == ["  seed=9: reason 9", "  and 2 more reasons"]
+    assert "more reasons" not in reasons_of(dict([*many.items()][:10]), asked)[-1]
 
 
 def test_identity_forgets_names_and_the_place_of_records_only() -> None:

@@ -17,6 +17,7 @@ OUT = [
     "http://attacker/x.jsonl", "http://attacker/*.jsonl", "hf://datasets/company-b/private/x",
     "zip://x.jsonl::http://attacker/z.zip", "file:///etc/passwd", "/usr/**/passwd*", "~/x.jsonl",
     "../other/x.jsonl", "data/../../x", "local:/etc/passwd", "C:\\x", "s3:x", "a::b",
+    "{a,b}://x", "data\\x",
 ]  # fmt: skip
 
 

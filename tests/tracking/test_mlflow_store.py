@@ -8,6 +8,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import warnings
 from contextlib import closing, nullcontext
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -24,6 +25,7 @@ from tests.sweep_runs import blank_store
 from xcloud.base.errors import ConfigError
 from xcloud.record.events import EVENTS_FILE, StepCollector, StepTotals
 from xcloud.record.run_record import RunRecord
+from xcloud.tracking import mlflow_store
 from xcloud.tracking.mlflow_store import (
     KIND_TAG,
     LOAD,
@@ -35,6 +37,7 @@ from xcloud.tracking.mlflow_store import (
     legal_name,
     links,
     points_of,
+    prepare_environment,
     quality_metrics,
     show_first,
     step_metrics,
@@ -523,3 +526,17 @@ def test_a_run_whose_process_was_killed_is_ended_by_the_next_one(tmp_path: Path)
     assert [*status.values()] == ["FAILED", "FAILED", "RUNNING", "RUNNING"]
     assert found["gone"].info.end_time == 5000  # the last that was heard of it, not now
     assert "killed" in found["gone"].data.tags["cause"]
+
+
+def test_the_environment_of_mlflow_keeps_what_the_user_has_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = {"MLFLOW_RUN_ID": "of another tool", "MLFLOW_HTTP_REQUEST_TIMEOUT": "7"}
+    monkeypatch.setattr(mlflow_store, "os", SimpleNamespace(environ=found))
+    with warnings.catch_warnings():
+        prepare_environment()
+    assert found == {
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+        "MLFLOW_HTTP_REQUEST_TIMEOUT": "7",
+    }
