@@ -22,7 +22,14 @@ from xcloud.job import config as configs
 from xcloud.net.frame import Frame, Kind, MessageKey
 from xcloud.record import intake
 from xcloud.record.events import EVENTS_FILE, LOST_LINES_FILE, EventReader
-from xcloud.record.intake import BURST_BYTES, BYTES_PER_S, MAX_NAMES, ReportIntake, kinds_of
+from xcloud.record.intake import (
+    BURST_BYTES,
+    BYTES_PER_S,
+    MAX_NAMES,
+    MAX_SCORES,
+    ReportIntake,
+    kinds_of,
+)
 from xcloud.record.reporter import Reporter
 from xcloud.record.summary import RunStatistics, read_summary
 from xcloud.security.audit import audit_file
@@ -39,6 +46,10 @@ OF_RANK_0 = {
 }
 """Fields of what nobody but rank 0 reports, of all."""
 FINISH = {"event": "finish"}
+TIMELINE = {
+    "event": "timeline", "step": 1, "machine": "f", "started_us": 0, "unix_us": 0, "step_us": 1,
+    "spans": [], "sent": [], "received": [],
+}  # fmt: skip
 STOP = {"event": "stop"}
 XCLOUD = Path(following.__file__).parents[1]
 
@@ -142,8 +153,20 @@ def test_durations_of_a_run_are_by_one_clock_however_far_the_others_are_off(
         {"event": "note", "text": ["x"]},
         {"event": "note"},
         {"event": "memory", "peak": 1e300},
-        {"event": "timeline", "step": 1, "machine": "f", "started_us": 0, "unix_us": 0,
-         "step_us": 1, "spans": [["forward", "forward", 0, 0, 0]], "sent": [], "received": []},
+        *({**TIMELINE, **fields} for fields in (
+            {"spans": [["forward", "forward", 0, 0, 0]]},
+            {"spans": [["forward", "forward", 0, 0, None, 1]]},
+            {"spans": [["forward", "forward", 0, 0, 0, 10**14]]},
+            {"spans": [["thinking", "forward", 0, 0, 0, 1]]},
+            {"spans": [["forward", "sideways", 0, 0, 0, 1]]},
+            {"spans": [["forward", "forward", None, 0, 0, 1]]},
+            {"sent": [[0, 1, 0, r"$\frac{$", 0, 1, 0, 0, 1]]},
+            {"sent": [[0, 1, 0, "activation", 0, 1, None, 0, 1]]},
+            {"sent": [[0, None, 0, "activation", 0, 1, 0, 0, 1]]},
+            {"sent": [[0, 1, 0, "activation", 0, -1, 0, 0, 1]]},
+            {"received": [[0, 0, 0, None]]},
+            {"started_us": None}, {"unix_us": None}, {"step_us": None}, {"step_us": 10**14},
+        )),
         {"event": "resume", "step": 0, "changed": []},
         {"event": "absence", "absent": "a", "ranks": [0], "what": "left", "step": 1},
         {"event": "merge", "step": 1, "weights": {}},
@@ -240,6 +263,12 @@ def test_figures_that_a_task_names_are_bounded_over_the_whole_run(desk: Desk) ->
     desk.take(2, {**STEP, "values": {"one more": 1.0}})
     desk.take(2, {**STEP, "values": {"figure 3": 2.0}})
     assert desk.num_refused == {2: 1} and len(desk.written("step")) == MAX_NAMES + 1
+    quality = {"event": "quality", "step": 1, "split": "dev", "errors": {}, "signature": {},
+               "evaluation_s": 1.0}  # fmt: skip
+    for first in (0, MAX_SCORES):  # each event alone keeps to its bound
+        names = range(first, first + MAX_SCORES)
+        desk.take(2, {**quality, "values": {f"score {number}": 1.0 for number in names}})
+    assert desk.num_refused == {2: 2} and len(desk.written("quality")) == 1
 
 
 def test_reports_are_bounded_in_all_for_each_sender(

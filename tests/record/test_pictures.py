@@ -23,7 +23,7 @@ from xcloud.job import config as configs
 from xcloud.record.events import Event
 from xcloud.record.run_record import RunRecord
 from xcloud.record.summary import RunStatistics
-from xcloud.record.timeline import Box, Flight, Lane, Timeline, rows_of
+from xcloud.record.timeline import SPANS, Box, Flight, Lane, Timeline, rows_of
 from xcloud.show import pictures
 from xcloud.show.canvas import COLOURS, canvas, column, ink_on, running_mean, wrapped
 from xcloud.show.monitor import Monitor
@@ -182,7 +182,7 @@ def test_numbers_and_titles_are_readable() -> None:
 def test_every_kind_of_span_has_a_colour() -> None:
     from xcloud.comm.step_clock import SUM_OF
 
-    assert KINDS.keys() == SUM_OF.keys()
+    assert KINDS.keys() == SUM_OF.keys() == {*SPANS}
 
 
 def monitor(run_dir: Path) -> Monitor:
@@ -225,8 +225,27 @@ def test_pictures_that_cannot_be_drawn_are_one_warning(
         follow(tmp_path, [*step_events(12), *two_ranks()], None)
 
     assert ["no font at all" in record.getMessage() for record in caplog.records] == [True]
-    assert (tmp_path / "timeline.png").exists()
-    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "finished"
+    # Each picture by itself: the one before, and the one behind.
+    assert (tmp_path / "timeline.png").exists() and (tmp_path / "step_time.png").exists()
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["status"], summary["lost_files"]) == ("finished", ["loss.png"])
+
+
+def test_whatever_scores_another_owner_reports_the_loss_is_drawn(tmp_path: Path) -> None:
+    nan, inf = float("nan"), float("inf")
+    odd = (None, nan, inf, -inf, 1e308, -1e308, -1.0)
+    scores = [(one, 0.1) for one in odd] + [(0.5, one) for one in odd]
+    names = [r"$\frac{$", "_", "", *(f"score {number}" for number in range(len(scores) - 3))]
+    quality = {
+        "event": "quality", "rank": 1, "cloud": "b", "t": 1.0, "step": 3, "split": "dev",
+        "values": {name: value for name, (value, _) in zip(names, scores, strict=True)},
+        "errors": {name: error for name, (_, error) in zip(names, scores, strict=True)},
+        "signature": {}, "evaluation_s": 1.0,
+    }  # fmt: skip
+    run = RunStatistics(2)
+    for event in [*step_events(4), quality]:
+        run.feed(event)
+    assert write_loss(tmp_path / "loss.png", run.record({}, ()), TITLE) is not None
 
 
 def test_a_run_that_failed_before_its_first_step_has_no_pictures_and_no_warning(

@@ -26,7 +26,7 @@ from pydantic import (
 
 from xcloud.base.bounded import parsed_json
 from xcloud.base.errors import FrameError
-from xcloud.net.frame import Frame
+from xcloud.net.frame import Frame, Kind
 from xcloud.record.events import (
     AVERAGING,
     HEAD,
@@ -40,6 +40,7 @@ from xcloud.record.events import (
 from xcloud.record.feature_figures import FeatureFigure
 from xcloud.record.reporter import EventFile
 from xcloud.record.run_figures import OF_EVERY_RUN
+from xcloud.record.timeline import SPANS
 
 SCORED = ("loss", "learning_rate", "grad_norm", "values")
 """Fields of a step that only the rank reports that knows the loss. Elsewhere "learned" is 0."""
@@ -56,7 +57,9 @@ def _printable(text: str) -> str:
 Number = Annotated[float, Field(ge=0, lt=1e18)]  # seconds, bytes: finite
 Figure = Annotated[float, Field(gt=-1e18, lt=1e18)]
 Whole = Annotated[int, Field(ge=0, lt=1 << 53)]
-Moment = Annotated[int, Field(gt=-(1 << 63), lt=1 << 63)] | None
+Index = Annotated[int, Field(ge=-1, lt=1 << 53)]  # -1: of no stage, boundary or micro-batch
+Clock = Annotated[int, Field(gt=-(1 << 53), lt=1 << 53)]  # microseconds
+Moment = Annotated[int, Field(gt=-(10**13), lt=10**13)]  # microseconds of a step: 115 days
 Text = Annotated[str, Field(max_length=4000), AfterValidator(_printable)]
 
 
@@ -70,14 +73,21 @@ def _rows(*columns: Any) -> Any:
     return list[Annotated[tuple[columns], Strict(False)]]  # type: ignore[valid-type]
 
 
+# What a picture has no colour or name for would cost the run the picture.
+_DONE = Literal[SPANS]  # type: ignore[valid-type]
+_WAY = Literal["", "forward", "backward", "weights"]
+_KIND = Literal[tuple(kind.name.lower() for kind in Kind)]  # type: ignore[valid-type]
 _TYPES: dict[str, Any] = {
     "number": Number, "figure": Figure, "whole": Whole, "moment": Moment, "text": Text,
+    "clock": Clock,
     "numbers": _by_name(Number), "figures": _by_name(Figure), "texts": _by_name(Text),
     "scores": _by_name(float | None),  # a model that has diverged scores NaN, or nothing
     "lines": _by_name(_by_name(Number)), "split": Literal["dev", "test"],
-    "spans": _rows(Text, Text, Moment, Moment, Moment, Moment),
-    "received": _rows(Moment, Moment, Moment, Moment),
-    "flights": _rows(Moment, Moment, Moment, Text, Moment, Moment, Moment, Moment, Moment),
+    "spans": _rows(_DONE, _WAY, Index, Index, Moment, Moment),
+    "received": _rows(Index, Whole, Whole, Moment),
+    "flights": _rows(
+        Index, Whole, Whole, _KIND, Index, Whole, Moment, Moment, Moment | None
+    ),
 }  # fmt: skip
 _TIMES = " ".join(f"{name}:number" for name in TIMES)
 _TABLE = {
@@ -92,7 +102,7 @@ _TABLE = {
     "skipped_update": "step:whole",
     "lost_file": "name:text",
     "memory": "| " + " ".join(f"{name}:whole" for name in MEMORY),
-    "timeline": "step:whole machine:text started_us:moment unix_us:moment step_us:moment "
+    "timeline": "step:whole machine:text started_us:clock unix_us:clock step_us:moment "
     "spans:spans sent:flights received:received",
     "quality": "step:whole split:split values:scores errors:scores signature:texts "
     "evaluation_s:number",
@@ -156,6 +166,7 @@ BURST_BYTES = 1 << 22  # a timeline at the end of a run comes at once
 BYTES_IN_ALL = 1 << 26  # of one rank, in a run without steps
 BYTES_A_STEP = 1 << 12  # that come to them; an honest step takes less than 1 kB a cloud
 MAX_NAMES = 64  # figures of a step by names that the task chooses, in all
+MAX_SCORES = 256  # scores by names that the task chooses, in all
 _BY_NAME_OF_JOB = ("sent", "raw", "taken", "skipped", "fed_bytes", "line_s")
 CLOCKS_DIFFER_S = 3600.0  # at most; a report whose time is further off gets that of its arrival
 
@@ -193,7 +204,8 @@ class ReportIntake:
         self._clock = clock
         self._names = {*TRAFFIC, AVERAGING, *clouds}
         self._boundaries = {f"{n} {kind}" for n in range(num_boundaries) for kind in TENSORS}
-        self._chosen: set[str] = set()  # names in "values"
+        # Names in "values", by the kind of event.
+        self._chosen: dict[str, set[str]] = {"step": set(), "quality": set()}
         self._lock = threading.Lock()
         self._room: dict[int, tuple[float, float]] = {}  # bytes left of a rank, and when
         self._num_bytes: Counter[int] = Counter()  # taken, by sender
@@ -254,6 +266,8 @@ class ReportIntake:
                 raise Refused(f"rank {peer} may not report the {name} of this run")
         if kind == "step":
             self._check_names(event)
+        if kind in self._chosen:
+            self._check_chosen(kind, event.get("values") or {})
         # A clock that is far off would move the whole run in every picture.
         is_near = isinstance(at_s, float) and abs(at_s - arrived_s) < CLOCKS_DIFFER_S
         # Whose report it is follows from the link, not from what it says.
@@ -274,12 +288,16 @@ class ReportIntake:
             for name in names:
                 if name not in allowed:
                     raise Refused(f"step with {field}.{name!r:.60}, which is no name of this job")
+
+    def _check_chosen(self, kind: str, names: Iterable[str]) -> None:
+        """Raise Refused for more names of figures than a run has, whoever reports them."""
+        most = {"step": MAX_NAMES, "quality": MAX_SCORES}[kind]
         with self._lock:
             # Counted over all ranks: together they may fill the memory, too.
-            chosen = self._chosen | (step.get("values") or {}).keys()
-            if len(chosen) > MAX_NAMES:
-                raise Refused(f"steps with values of more than {MAX_NAMES} names")
-            self._chosen = chosen
+            chosen = self._chosen[kind].union(names)
+            if len(chosen) > most:
+                raise Refused(f"{kind} events with values of more than {most} names")
+            self._chosen[kind] = chosen
 
     def _refuse(self, peer: int, why: str) -> None:
         with self._lock:

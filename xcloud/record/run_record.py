@@ -3,6 +3,7 @@ and ask nothing below them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -30,6 +31,7 @@ AS_THEY_ARE = (
     "predicted_step_time_s", "final_loss", "bubble_ratio",
     "samples_per_s", "tokens_per_s", "learned_tokens_per_s", "num_steps",
 )  # fmt: skip
+_MAX_DRAWN = 1e100  # a score beyond it would stretch an axis that no picture has
 
 
 @dataclass(frozen=True)
@@ -121,8 +123,11 @@ class RunRecord:
             if event["event"] != "quality" or event["split"] != "dev":
                 continue
             for name, value in event["values"].items():
+                # None of a model that has diverged, and what no axis has room for: no point.
+                point = value if value is not None and abs(value) < _MAX_DRAWN else math.nan
                 error = event["errors"].get(name) or 0.0
-                curves.setdefault(name, []).append((event["step"], value, error))
+                error = error if 0 <= error < _MAX_DRAWN else 0.0
+                curves.setdefault(name, []).append((event["step"], point, error))
         return curves
 
     @property

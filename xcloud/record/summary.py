@@ -374,19 +374,19 @@ def num_warmup_steps(num_steps: int) -> int:
 
 
 @contextlib.contextmanager
-def summary_kept(run_dir: Path, summary: Summary, drawn: str) -> Iterator[None]:
-    """Write summary.json, which must not wait for the block; if that fails, write it once more, as
-    it then names among the lost files what the block would have `drawn`."""
-    _keep_summary(run_dir, summary)
+def may_be_lost(run_dir: Path, summary: Summary, drawn: str) -> Iterator[None]:
+    """If the block fails, warn, and write summary.json once more, which then names among the lost
+    files what the block would have `drawn`."""
     try:
         yield
     except Exception as error:
         log.warning("%s is without its %s: %s", run_dir, drawn, error)
         summary["lost_files"].append(drawn)
-        _keep_summary(run_dir, summary)
+        keep_summary(run_dir, summary)
 
 
-def _keep_summary(run_dir: Path, summary: Summary) -> None:
+def keep_summary(run_dir: Path, summary: Summary) -> None:
+    """Write summary.json, if the disk takes it."""
     try:
         write_summary(run_dir / SUMMARY_FILE, summary)
     except OSError as error:

@@ -22,6 +22,8 @@ TRACE_FILE = "timeline.json"
 PREDICTED_FILE = "predicted.json"  # the step that a plan foresaw, as a trace
 PLANNED_FILES = (PLAN_FILE, PREDICTED_FILE)
 COMPUTING = ("fetch", "forward", "backward", "weights", "clip", "optimizer")
+SPANS = (*COMPUTING, "compress", "decompress", "wait", "average")
+"""What a rank does in a step, by the names of comm.step_clock.SUM_OF."""
 MAX_ENTRIES = 5_000
 """Spans, messages sent and messages received of a rank in one step that are joined and drawn."""
 MAX_ROWS = 50

@@ -69,6 +69,7 @@ def save(figure: Figure, path: Path) -> Path:
     for legend in filter(None, legends):
         for text in legend.get_texts():
             text.set_text(clipped(text.get_text()))
+            text.set_parse_math(False)  # a "$" in somebody's name begins no formula
     figure.savefig(path)
     return path
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from xcloud.feature_list import FIGURES
 from xcloud.job.config import EXPERIMENT_FILE, Settings
 from xcloud.record.events import EVENTS_FILE, LOST_LINES_FILE, MALFORMED, Event, EventReader
 from xcloud.record.files import SAMPLES_FILE, files_of_samples, may_quote_data, read_json
-from xcloud.record.summary import SUMMARY_FILE, read_summary, summary_kept
+from xcloud.record.summary import SUMMARY_FILE, keep_summary, may_be_lost, read_summary
 from xcloud.record.timeline import PLANNED_FILES, TRACE_FILE, predicted_of, write_trace
 from xcloud.security.audit import AUDIT_FILE, compact, join_audit
 from xcloud.show.display import NOTIFIED, ProgressLine
@@ -277,17 +278,22 @@ class Monitor:
         summary |= more
         record = self._statistics.record(summary, figures)
         files = [run_dir / name for name in (AUDIT_FILE, *PLANNED_FILES)]
-        with summary_kept(run_dir, summary, "pictures"):
-            if self._statistics.num_steps:
-                drawn = job.drawn
+        # Before anything is drawn. What another owner's ranks report may keep one picture from
+        # being drawn, and must not cost the others.
+        keep_summary(run_dir, summary)
+        lost = partial(may_be_lost, run_dir, summary)
+        if self._statistics.num_steps:
+            drawn = job.drawn
+            with lost(TRACE_FILE):
                 if record.timeline is not None:
-                    files.append(run_dir / TRACE_FILE)
                     write_trace(run_dir / TRACE_FILE, record.timeline, drawn)
+                    files.append(run_dir / TRACE_FILE)
+            with lost("pictures"):
                 from xcloud.show.pictures import write_pictures  # matplotlib takes half a second
 
                 title = f"{job.name} seed {job.seed}, {drawn['schedule']}, "
                 title += f"link: {drawn['link']}, compression: {drawn['compression']}"
-                files += write_pictures(run_dir, record, title)
+                files += write_pictures(run_dir, record, title, each=lost)
 
         tracked = record
         # A tracker may be open to others; the run folder is its owner's.

@@ -11,7 +11,8 @@ rank never.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,16 +72,27 @@ _SUBSCRIPT = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 _CHARACTER_IN = 0.075  # at 8 points, generously
 
 
-def write_pictures(run_dir: Path, run: RunRecord, title: str) -> list[Path]:
-    """Draw what there is to draw. Return the files."""
-    # Each of them may have nothing to show.
+def write_pictures(
+    run_dir: Path,
+    run: RunRecord,
+    title: str,
+    each: Callable[[str], AbstractContextManager[object]] = nullcontext,
+) -> list[Path]:
+    """Draw what there is to draw. Return the files.
+
+    each: returns a context for a picture, by its name, which may keep an error from the others.
+    """
     drawn: list[Path | None] = []
-    if run.timeline is not None:
-        file = run_dir / TIMELINE_PICTURE
-        predicted = read_predicted(run_dir)
-        drawn.append(write_timeline(file, run.timeline, title, predicted))
-    drawn.append(write_loss(run_dir / LOSS_PICTURE, run, title))
-    drawn.append(write_step_time(run_dir / STEP_TIME_PICTURE, run, title))
+    with each(TIMELINE_PICTURE):
+        if run.timeline is not None:
+            file = run_dir / TIMELINE_PICTURE
+            predicted = read_predicted(run_dir)
+            drawn.append(write_timeline(file, run.timeline, title, predicted))
+    # The others may have nothing to show.
+    with each(LOSS_PICTURE):
+        drawn.append(write_loss(run_dir / LOSS_PICTURE, run, title))
+    with each(STEP_TIME_PICTURE):
+        drawn.append(write_step_time(run_dir / STEP_TIME_PICTURE, run, title))
     return [path for path in drawn if path is not None]
 
 
