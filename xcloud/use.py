@@ -31,7 +31,7 @@ from xcloud.base.settings import NotNegativeFloat, Positive, Rate
 from xcloud.base.terminal import say
 from xcloud.base.wording import check
 from xcloud.comm.channel import Message
-from xcloud.contracts.architecture import checked_architecture
+from xcloud.contracts.architecture import checked_architecture, tensors_of
 from xcloud.contracts.model import Batch, BuildContext
 from xcloud.experiment import Experiment
 from xcloud.job.config import EXPERIMENT_FILE
@@ -279,7 +279,7 @@ class TextGenerator(TrainedRun):
     def join(self, out: Path) -> None:
         """Write all stages' parts as one folder for peft or transformers."""
         parts = list(self.parts())
-        tensors = {name: tensor for _, part in parts for name, tensor in part.items()}
+        tensors = tensors_of((part for _, part in parts), are_equal=torch.equal)
         model = cast(CausalLM, self.experiment.model)
         # Only whole: an interrupted export leaves nothing that looks like a model.
         with exporting(out):

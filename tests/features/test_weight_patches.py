@@ -209,6 +209,20 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "changes without a base": (lambda h: h["tensors"][0].update(num_changed=1 << 50), "snapshot"),
     "a negative size": (lambda h: h["tensors"][0].update(gap_bytes=-8), "greater than or equal"),
     "a path": (lambda h: h.update(files={"../x": 2}), "no plain name"),
+    "a file of a name that no disk takes": (
+        lambda h: h.update(files={"é" * 200: 2}),
+        "no plain name",
+    ),
+    "a file that is a folder": (
+        lambda h: h.update(files={"x/y": 1, "x": 1}),
+        "folder of another",
+    ),
+    "a shape that numpy cannot have": (
+        lambda h: h["tensors"].insert(
+            0, {**h["tensors"][0], "name": "b", "value_bytes": 0, "shape": [0, 1 << 62]}
+        ),
+        "larger than any tensor",
+    ),
     "a file at the root": (lambda h: h.update(files={"/etc/x": 2}), "no plain name"),
     "two of a name": (
         lambda h: (h["tensors"].append({**h["tensors"][0], "shape": [0], "value_bytes": 0}),),
@@ -226,6 +240,25 @@ def test_a_hostile_head_is_refused_in_words(name: str) -> None:
     assert decode(with_head(data, lambda head: None), before=None) is not None, "as it was: taken"
     with pytest.raises(DataError, match=said):
         decode(with_head(data, change), before=None)
+
+
+def test_no_stage_replaces_a_tensor_of_another_and_a_later_step_is_taken(tmp_path: Path) -> None:
+    store = PatchStore(ObjectStore(str(tmp_path)), protect=plain)
+
+    def write(step: int, stage: int, **tensors: Bits) -> None:
+        about = {**ABOUT, "stage": stage, "step": step, "base": None}
+        made = WeightObject(ABOUT["attempt"], step, None, stage=stage)
+        store.put(made, encode(tensors, None, {}, {}, **about))
+
+    follower = Follower(store, run=ABOUT["run"], num_stages=2)
+    for step, shared in ((2, drawn(7, seed=3)), (4, drawn(7, seed=4))):
+        write(step, 0, a=drawn(7), shared=drawn(7, seed=4))
+        write(step, 1, b=drawn(7), shared=shared)
+        news = follower.look()
+        if step == 2:
+            assert news is None and "'shared'" in follower.problems[0]
+    assert news is not None and news.step == 4  # both have the same of a tied tensor
+    assert [*follower.tensors()] == ["a", "shared", "b"]
 
 
 @pytest.mark.parametrize("seed", range(80))

@@ -7,8 +7,8 @@ a model of xcloud reads has a type and a range; keys of other models are plain, 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -26,6 +26,7 @@ _MAX_TEXT = 1_000
 OWN_FOLDER = "causal/[0-9a-f]{32}"
 """Where the cache keeps a base that a run has made (models.causal_stage.OwnCausal)."""
 
+T = TypeVar("T")
 _Size = Annotated[int, Field(ge=1, le=_MAX_SIZE)]
 _Digest = Annotated[str, Field(pattern="^[0-9a-f]{1,64}$")]
 
@@ -81,6 +82,28 @@ def checked_architecture(value: object) -> GivenArchitecture:
         raise DataError(f"its architecture: {where:.100}: {first['msg']:.200}") from None
     check_sizes(value.get("config", {}), "its architecture: config")
     return GivenArchitecture(value)
+
+
+def tensors_of(
+    parts: Iterable[Mapping[str, T]], are_equal: Callable[[T, T], bool]
+) -> dict[str, T]:
+    """Return the tensors of all stages by name.
+
+    are_equal: tells whether two tensors have the same values.
+
+    Raises DataError where two stages hold different tensors of one name: each owner answers for
+    the stages of its cloud, and may not replace a tensor of another one.
+    """
+    found: dict[str, T] = {}
+    for number, part in enumerate(parts):
+        for name, tensor in part.items():
+            if name in found and not are_equal(found[name], tensor):
+                raise DataError(
+                    f"stage {number} holds {name!r:.100}, which an earlier stage holds with other "
+                    "values: each stage has its own tensors"
+                )
+            found.setdefault(name, tensor)
+    return found
 
 
 def check_sizes(config: Mapping[str, Any], where: str) -> None:

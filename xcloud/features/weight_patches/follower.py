@@ -9,15 +9,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from xcloud.base.errors import ConfigError, DataError, SealError
 from xcloud.base.run_folder import LOCK_FILE
+from xcloud.contracts.architecture import tensors_of
 from xcloud.contracts.model import BuildContext
-from xcloud.features.weight_patches.codec import tensor_of
-from xcloud.features.weight_patches.objects import StageWeights, decode
+from xcloud.features.weight_patches.codec import Bits, tensor_of
+from xcloud.features.weight_patches.objects import StageWeights, check_no_folder, decode
 from xcloud.features.weight_patches.store import (
     At,
     PatchRoute,
@@ -42,6 +44,12 @@ class News(NamedTuple):
     num_patches: int
     num_snapshots: int
     is_last: bool
+
+
+def joined(stages: Mapping[int, StageWeights]) -> dict[str, Bits]:
+    """Return the weights of all stages by name. Raises DataError where two of them differ."""
+    parts = (weights.tensors for _, weights in sorted(stages.items()))
+    return tensors_of(parts, are_equal=np.array_equal)
 
 
 class Follower:
@@ -102,11 +110,7 @@ class Follower:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of all stages, by name, which share the follower's memory."""
-        return {
-            name: tensor_of(bits)
-            for _, weights in sorted(self.weights.items())
-            for name, bits in weights.tensors.items()
-        }
+        return {name: tensor_of(bits) for name, bits in joined(self.weights).items()}
 
     def _at(self) -> dict[int, At]:
         return {
@@ -138,6 +142,14 @@ class Follower:
                     return None
             assert weights is not None, "a stage that is not there begins with a snapshot"
             found[stage] = weights
+        try:
+            joined(found)
+            check_no_folder({name for one in found.values() for name in one.files})
+        except DataError as error:
+            # Which stage is wrong nobody can tell, so none of them moves to these weights.
+            self._refused |= {way[-1] for way in route.objects.values() if way}
+            self.problems.append(f"the stages of step {route.step} are refused: {error}")
+            return None
         return found
 
     def _check(self, one: WeightObject, weights: StageWeights) -> None:
@@ -212,7 +224,8 @@ class FollowedFolder:
         architecture = {**of_last, "config": {**of_last["config"], "dtype": "bfloat16"}}
         file, tensors = self._model.joined(follower.tensors(), architecture)
         if not self._is_made:
-            stages = follower.weights.values()
+            # Of two stages that have a file of one name the first counts, where texts are read.
+            stages = [one for _, one in sorted(follower.weights.items(), reverse=True)]
             files = {name: content for one in stages for name, content in one.files.items()}
             self._write_beside(architecture, files, context)
             self._is_made = True

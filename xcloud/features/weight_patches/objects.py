@@ -16,7 +16,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -32,8 +32,10 @@ _LENGTH = struct.Struct("<I")
 _MAX_HEAD_BYTES = 64 << 20
 _MAX_TENSORS = 1_000_000  # a mixture of 128 experts in 94 blocks has some 36,000
 _MAX_FILES = 1_000  # tokenizers have ten
-_FILE_NAME = re.compile(r"(?:\w[\w.-]*/){0,3}\w[\w.-]*")
-"""A file, or one in folders: nothing that leads out of where it is written."""
+_FILE_NAME = re.compile(r"(?:\w[\w.-]{0,59}/){0,3}\w[\w.-]{0,59}")
+"""A file, or one in folders: nothing that leads out of where it is written, or that no disk takes
+(a character has four bytes at most)."""
+_MAX_VALUES = 1 << 40
 
 _Whole = Annotated[int, Field(ge=0, lt=1 << 63)]
 _Text = Annotated[str, Field(max_length=1000)]
@@ -174,6 +176,7 @@ def decode(data: bytes, before: StageWeights | None) -> StageWeights:
     if digest_of(tensors) != head.digest:
         raise DataError("the weights that come of it have another digest than it says")
     files: dict[str, bytes] = {}
+    check_no_folder([*head.files])
     for name, size in head.files.items():
         # Written below a folder later: `..` or `/` would lead out of it.
         if not _FILE_NAME.fullmatch(name):
@@ -185,8 +188,18 @@ def decode(data: bytes, before: StageWeights | None) -> StageWeights:
     return StageWeights(head, tensors, architecture, files=files)
 
 
+def check_no_folder(names: Collection[str]) -> None:
+    """Raise DataError for a file whose name is that of another file's folder."""
+    folders = {name[:at] for name in names for at, letter in enumerate(name) if letter == "/"}
+    if clash := folders.intersection(names):
+        raise DataError(f"{min(clash)!r:.100} is a file and the folder of another one")
+
+
 def _decoded(one: TensorHead, before: Bits | None, gaps: memoryview, values: memoryview) -> Bits:
     num_values = math.prod(one.shape)
+    # numpy lays out no shape beyond 63 bits, though a size of 0 leaves nothing in it.
+    if math.prod(max(1, size) for size in one.shape) > _MAX_VALUES:
+        raise DataError(f"{one.name!r:.100} is {one.shape}, larger than any tensor")
     if before is not None and list(before.shape) != one.shape:
         raise DataError(f"{one.name!r:.100} is {one.shape}, before it was {list(before.shape)}")
     if one.num_changed is None:
