@@ -247,10 +247,10 @@ def test_no_stage_replaces_a_tensor_of_another_and_a_later_step_is_taken(tmp_pat
 
     def write(step: int, stage: int, **tensors: Bits) -> None:
         about = {**ABOUT, "stage": stage, "step": step, "base": None}
-        made = WeightObject(ABOUT["attempt"], step, None, stage=stage)
+        made = WeightObject(1, step, None, stage=stage)
         store.put(made, encode(tensors, None, {}, {}, **about))
 
-    follower = Follower(store, run=ABOUT["run"], num_stages=2)
+    follower = Follower(store, run=RUN, num_stages=2)
     for step, shared in ((2, drawn(7, seed=3)), (4, drawn(7, seed=4))):
         write(step, 0, a=drawn(7), shared=drawn(7, seed=4))
         write(step, 1, b=drawn(7), shared=shared)

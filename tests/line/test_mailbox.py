@@ -271,6 +271,28 @@ def test_names_that_are_no_objects_stay_as_they_are_and_links_are_not_followed(
     second.stop()
 
 
+@pytest.mark.parametrize("kind", ["pipe", "link", "link to a device"])
+def test_what_is_no_ordinary_file_is_never_read_or_waited_for(kind: str, tmp_path: Path) -> None:
+    """Notes are read by name, without a listing that would leave these out."""
+    own = tmp_path / "own"
+    own.write_text("private")
+    box = tmp_path / "box"
+    box.mkdir()
+    make: dict[str, Callable[[Path], None]] = {
+        "pipe": os.mkfifo,
+        "link": lambda path: path.symlink_to(own),
+        "link to a device": lambda path: path.symlink_to("/dev/zero"),
+    }
+    make[kind](box / "note")
+    store = ObjectStore(str(box), patience_s=0.0)
+    num_open = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(LinkClosed, match="reading note fails"):
+        store.get("note", max_bytes=100)
+    assert len(os.listdir("/proc/self/fd")) == num_open
+    store.put("note", b"theirs")  # over whatever stood there
+    assert store.get("note", max_bytes=100) == b"theirs" and own.read_text() == "private"
+
+
 def test_a_sender_that_ends_before_its_time_says_so(tmp_path: Path) -> None:
     with linked(tmp_path) as ends:
         send(ends.out, 1.0)
@@ -442,10 +464,10 @@ def test_an_object_that_cannot_be_read_is_told_from_a_store_that_cannot_be_reach
     store = ObjectStore(str(tmp_path), patience_s=0.0)
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder/one").mkdir()
-    with pytest.raises(LinkClosed, match="can be listed, but reading folder/one fails: IsADirec"):
+    with pytest.raises(LinkClosed, match="can be listed, but reading folder/one fails: OSError"):
         store.get("folder/one", 10)
     monkeypatch.setattr(ObjectStore, "_list", lambda self, folder: 1 / 0)
-    with pytest.raises(LinkClosed, match="cannot be reached: IsADirectoryError"):
+    with pytest.raises(LinkClosed, match="cannot be reached: OSError"):
         store.get("folder/one", 10)
 
 
