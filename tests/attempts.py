@@ -202,7 +202,7 @@ class Attempt:
         made.settle()
         rank.wiring.barrier()
         made.close(is_finished=False)
-        made._notes.reporter.flush()
+        made.notes.reporter.flush()
 
     @property
     def events(self) -> list[dict[str, Any]]:

@@ -220,7 +220,7 @@ class Diary:
 
 def end_of(rounds: LocalRounds) -> Any:
     """The hub or a member."""
-    (fragment,) = rounds._fragments
+    (fragment,) = rounds.fragments
     return fragment.averager
 
 

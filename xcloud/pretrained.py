@@ -90,9 +90,9 @@ class WeightFiles:
     def __init__(self, name_or_path: str) -> None:
         self._name = name_or_path
         self._checked = set[Path]()
-        self._shards: dict[str, str]
+        self.shards: dict[str, str]
         folder = Path(name_or_path).expanduser()
-        self._folder = folder if folder.is_dir() else None
+        self.folder = folder if folder.is_dir() else None
         # transformers applies an adapter without a word where peft is there, and another model
         # would be compared.
         if (folder / ADAPTER).exists():
@@ -106,16 +106,16 @@ class WeightFiles:
         # Small checkpoints have a single file and no list.
         except DataError:  # one file then
             with safe_open(self._weights(WEIGHTS), "pt") as file:
-                self._shards = dict.fromkeys(file.keys(), WEIGHTS)
+                self.shards = dict.fromkeys(file.keys(), WEIGHTS)
             return
         check_is_json(index)
-        self._shards = read_json(index).get("weight_map", {})
+        self.shards = read_json(index).get("weight_map", {})
         # Names come from a file of a stranger: nothing outside of the folder may be opened.
-        for name in {*self._shards.values()}:
+        for name in {*self.shards.values()}:
             if not (isinstance(name, str) and re.fullmatch(r"\w[\w.-]*\.safetensors", name)):
                 raise DataError(f"{index}: weight_map names {name!r}, which is no file beside it")
         # transformers would read the other set.
-        if WEIGHTS not in self._shards.values() and (index.parent / WEIGHTS).exists():
+        if WEIGHTS not in self.shards.values() and (index.parent / WEIGHTS).exists():
             raise DataError(
                 f"{index.parent} holds two sets of weights, {WEIGHTS} (which transformers reads) "
                 f"and the files of {INDEX}: remove one of them"
@@ -123,10 +123,10 @@ class WeightFiles:
 
     def missing(self) -> list[str]:
         """Return the files of weights that a folder lacks; none of a name on the hub."""
-        if self._folder is None:
+        if self.folder is None:
             return []
-        names = sorted({*self._shards.values()})
-        return [name for name in names if not (self._folder / name).exists()]
+        names = sorted({*self.shards.values()})
+        return [name for name in names if not (self.folder / name).exists()]
 
     def _weights(self, name: str) -> Path:
         """Return a file of tensors that is whole. Raises DataError."""
@@ -141,17 +141,15 @@ class WeightFiles:
         from transformers.utils.hub import cached_file
 
         # Said here, as transformers would ask the hub for a file that a folder lacks.
-        if self._folder is not None and not (self._folder / name).exists():
-            raise DataError(
-                f"folder {self._folder} is not a complete checkpoint: it has no {name}"
-            )
+        if self.folder is not None and not (self.folder / name).exists():
+            raise DataError(f"folder {self.folder} is not a complete checkpoint: it has no {name}")
 
         return Path(
             _fetch(self._name, load=lambda at, **where: str(cached_file(at, name, **where)))
         )
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._shards)
+        return iter(self.shards)
 
     def digests(self, cache_dir: Path) -> dict[str, str]:
         """Return the SHA-256 of each file of the whole checkpoint that is on this machine, where
@@ -159,10 +157,10 @@ class WeightFiles:
         # Who wrote the checkpoint and with which version changes nothing of the network.
         config = {k: v for k, v in raw_config(self._name).items() if k not in _UNREAD_CONFIG}
         found: dict[str, str] = {}
-        for name, read in {"config.json": config, "list of weights": self._shards}.items():
+        for name, read in {"config.json": config, "list of weights": self.shards}.items():
             data = json.dumps(read, sort_keys=True, default=str).encode()
             found[name] = hashlib.sha256(data).hexdigest()
-        for name in sorted({*self._shards.values()}):
+        for name in sorted({*self.shards.values()}):
             # Shards of stages that other clouds hold are not here.
             if (path := self._here(name)) is not None:
                 found[name] = kept_digest(path, cache_dir)
@@ -182,12 +180,12 @@ class WeightFiles:
 
     def first_of(self, *names: str) -> str:
         """The first name that there is a tensor of. DataError if there is none."""
-        found = next((name for name in names if name in self._shards), None)
+        found = next((name for name in names if name in self.shards), None)
         if found is None:
             hint = ""
             # A name that begins with a wrapper's is a checkpoint that was saved too far outside.
             for prefix, wrapper in WRAPPERS.items():
-                if any(f"{prefix}{name}" in self._shards for name in names):
+                if any(f"{prefix}{name}" in self.shards for name in names):
                     hint = (
                         f", but {prefix}{names[0]}: it was saved from inside {wrapper}; take "
                         f"{prefix!r} off the names, or save the model itself"
@@ -198,14 +196,14 @@ class WeightFiles:
     def check_stored(self, names: Iterable[str]) -> None:
         """Raise DataError for a tensor, in a file that is here, of numbers that mean something
         only with other ones: float8, whole numbers."""
-        for file in sorted({self._shards[name] for name in names}):
+        for file in sorted({self.shards[name] for name in names}):
             path = self._here(file)
             if path is None:
                 continue
             check_is_safetensors(path)
             with safe_open(path, "pt") as opened:
                 # The header alone, of all tensors of this file at once.
-                for name in (name for name in names if self._shards[name] == file):
+                for name in (name for name in names if self.shards[name] == file):
                     stored = opened.get_slice(name).get_dtype()
                     if stored not in FLOATS:
                         raise DataError(
@@ -215,7 +213,7 @@ class WeightFiles:
 
     def dtype(self, name: str) -> Literal["float32", "bfloat16", "float16"]:
         """Return what a tensor is stored in; float32 for anything else."""
-        with safe_open(self._weights(self._shards[name]), "pt") as file:
+        with safe_open(self._weights(self.shards[name]), "pt") as file:
             stored = file.get_slice(name).get_dtype()
         if stored == "BF16":
             return "bfloat16"
@@ -224,7 +222,7 @@ class WeightFiles:
     def tensor(self, name: str) -> Tensor:
         """Return a tensor. Raises DataError for values that are not finite, which no training
         mends."""
-        path = self._weights(self._shards[name])
+        path = self._weights(self.shards[name])
         self.check_stored([name])
         with safe_open(path, "pt") as file:
             tensor: Tensor = file.get_tensor(name)

@@ -83,7 +83,7 @@ def test_memory_is_made_half_way_to_a_checkpoint_that_will_come(tmp_path: Path) 
         for step in range(from_step + 1, until_step + 1):
             checkpoints.after(step, Signal.GO_ON)
         checkpoints.settle(is_urgent=False)
-        found = len(checkpoints.writer._buffer._memory)
+        found = len(checkpoints.writer.buffer.memory)
         checkpoints.close(is_finished=False)
         return found
 

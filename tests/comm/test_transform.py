@@ -126,9 +126,9 @@ def test_a_basis_follows_rows_that_turn_where_that_pays() -> None:
         tensor = rows(80, seed=number, rotation=int(number >= 40))
         seen, num_bytes = crossed(sender, receiver, tensor)
         assert relative_error(tensor, seen) < 0.4
-        if sender._basis is not None and receiver._basis is not None:
-            assert torch.equal(sender._basis.codes_KH, receiver._basis.codes_KH)
-        numbers.append(-1 if sender._basis is None else sender._basis.number)
+        if sender.basis is not None and receiver.basis is not None:
+            assert torch.equal(sender.basis.codes_KH, receiver.basis.codes_KH)
+        numbers.append(-1 if sender.basis is None else sender.basis.number)
         sizes.append(num_bytes)
     # One basis for 35 messages of the same kind, then others, in doubling distances.
     assert numbers[0] == -1 and numbers[6] == numbers[39] == 0 and 1 <= numbers[-1] <= 3
@@ -214,7 +214,7 @@ def test_a_channel_goes_on_bit_for_bit_and_evaluation_leaves_it_alone() -> None:
         if step == 2:
             with_basis = copy.deepcopy(evaluated.sender.codecs["hidden"].at(1).compressor)
             with_basis.compress(rows(27, seed=2, num_features=D))
-            assert isinstance(with_basis, Transform) and with_basis._basis is not None
+            assert isinstance(with_basis, Transform) and with_basis.basis is not None
         if step > 1:
             evaluated.cross(step, Kind.EVALUATION)
         assert torch.equal(evaluated.cross(step), seen)

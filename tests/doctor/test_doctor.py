@@ -228,7 +228,7 @@ def test_a_key_that_the_other_owner_does_not_know_is_told_on_both_sides(
     """They try until the one that dials has been refused, however long that takes here, and once
     more: what ends last finds the other's port closed."""
     trials: list[lines.LineTrial] = []
-    real = lines.LineTrial._try
+    real = lines.LineTrial.try_once
 
     def tried(trial: lines.LineTrial) -> None:
         trials.append(trial)
@@ -237,7 +237,7 @@ def test_a_key_that_the_other_owner_does_not_know_is_told_on_both_sides(
                 one._until_s = 0.0
         real(trial)
 
-    monkeypatch.setattr(lines.LineTrial, "_try", tried)
+    monkeypatch.setattr(lines.LineTrial, "try_once", tried)
     renew(cases[0].policy_file.parent, "cloud_a")
     for found, other in zip(both(cases, wait_s=60.0), CLOUDS[::-1], strict=True):
         assert reds(found) == [f"line to {other}"]
@@ -757,7 +757,7 @@ def test_a_line_is_tried_until_it_is_measured_refused_or_the_time_is_over(
 
 def test_a_port_that_cannot_be_listened_at_is_red_with_what_to_do() -> None:
     error = OSError(98, "Address already in use (while attempting to bind)")
-    found = lines._cannot_listen("cloud_a", ("10.0.0.1", 7000), error)
+    found = lines.cannot_listen("cloud_a", ("10.0.0.1", 7000), error)
     assert found.state is FindingState.RED and found.name == "line to cloud_a"
     assert found.fact == "this machine cannot listen at 10.0.0.1:7000: Address already in use"
     assert "--listen 0.0.0.0:7000" in found.advice

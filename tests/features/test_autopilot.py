@@ -36,9 +36,9 @@ from xcloud.features.autopilot.pilot import (
     KINDS,
     MAX_ROWS,
     RunPilot,
-    _bits_per_s,
     codec_costs,
     forecast_of,
+    line_bandwidth,
 )
 from xcloud.features.autopilot.rule import Forecast, Measured, Rule
 from xcloud.features.autopilot.settings import Autopilot
@@ -366,9 +366,9 @@ def test_a_line_that_was_measured_takes_as_long_when_it_is_simulated() -> None:
     """Packets have headers on it, which both count once."""
     line = LinkProfile(1e8)
     for num_bytes in (200, 15_000, 1_000_000):
-        found = LinkProfile(_bits_per_s(8.0 * num_bytes, 8.0, 8 * line.line_s(num_bytes)))
+        found = LinkProfile(line_bandwidth(8.0 * num_bytes, 8.0, 8 * line.line_s(num_bytes)))
         assert found.line_s(num_bytes) == pytest.approx(line.line_s(num_bytes))
-    assert _bits_per_s(8.0, 1.0, 0.0) == 1e15
+    assert line_bandwidth(8.0, 1.0, 0.0) == 1e15
 
 
 def test_codecs_are_timed_on_no_more_rows_than_tell_their_speed(

@@ -364,7 +364,7 @@ def test_a_rank_that_cannot_save_says_so_and_the_last_step_is_still_to_be_saved(
     checkpointing.timing = SimpleNamespace(
         saved=lambda step, is_complete: done.append((step, is_complete))
     )
-    checkpointing._ledger = SimpleNamespace(begin=lambda step, ranks: done.append((step, ranks)))
+    checkpointing.ledger = SimpleNamespace(begin=lambda step, ranks: done.append((step, ranks)))
     checkpointing._lack = lambda step, why: done.append((step, why))
     checkpointing.fail(7, reason="full")
     assert done == [(7, False), *([(7, {0})] if rank == 0 else []), (7, "full")]
@@ -390,9 +390,9 @@ def test_a_step_whose_checkpoint_is_due_while_one_is_written_is_left_out(
     checkpointer.fail = lambda step, reason: done.append(("fails", step, reason))
     checkpointer.save = lambda step: done.append(("saves", step))
     checkpointer._tell = lambda to, step, message: None
-    checkpointer._asked = SimpleNamespace(was_asked=False, is_reported=False)
+    checkpointer.asked = SimpleNamespace(was_asked=False, is_reported=False)
     checkpointer._parts = "parts"
-    checkpointer._notes = SimpleNamespace(flush=lambda: None)
+    checkpointer.notes = SimpleNamespace(flush=lambda: None)
     checkpointer.writer = SimpleNamespace(
         is_writing=is_writing, prepare=lambda parts: done.append("prepares")
     )

@@ -144,7 +144,7 @@ def test_one_that_missed_many_merges_gets_all_values() -> None:
 
     assert hub.value == late.value
     assert diary.words[:2] == [(1, "late"), (1, "back")]
-    assert torch.equal(*(one.rounds._fragments[0].values.velocity[0] for one in (hub, late)))
+    assert torch.equal(*(one.rounds.fragments[0].values.velocity[0] for one in (hub, late)))
 
 
 @pytest.mark.parametrize("is_finite", [True, False], ids=["merged", "left out"])
@@ -174,7 +174,7 @@ def test_one_that_is_told_a_short_last_round_with_others_ends_where_the_first_cl
     second = 0.7 * (2 + 0.9 * (0.9 * 2 + 2))
     assert diary.weights == {2: (2, 0), 4: (2, 0), 5: (1 if is_finite else 0, 0)}
     assert hub.value == late.value == pytest.approx(first + second + is_finite)
-    assert torch.equal(*(one.rounds._fragments[0].values.velocity[0] for one in (hub, late)))
+    assert torch.equal(*(one.rounds.fragments[0].values.velocity[0] for one in (hub, late)))
 
 
 def slowly(step: int) -> None:

@@ -135,7 +135,7 @@ def test_a_last_round_that_is_cut_short_ends_in_the_mean_and_without_velocity() 
     expected = reference(2, rounds, (0.7, 0.9, True), [1, 1], cut_short=range(9, 11))
     assert furthest(job[0].values, expected) < 1e-6
     assert equal(job[0].values, job[1].values)
-    (fragment,) = job[0].exchange._fragments
+    (fragment,) = job[0].exchange.fragments
     assert not any(velocity.any() for velocity in fragment.values.velocity)
 
     without = OuterOptimizer(1.5, 0.0, False)  # its step is as short as the round
@@ -253,8 +253,8 @@ def test_fragments_are_sent_in_turn_and_never_twice_in_a_round() -> None:
     for replica in job:
         seen: list[int] = []
         sent.append(seen)
-        send = replica.exchange._start
-        replica.exchange._start = lambda f, step, seen=seen, send=send: (  # type: ignore[method-assign]
+        send = replica.exchange.start_round
+        replica.exchange.start_round = lambda f, step, seen=seen, send=send: (  # type: ignore[method-assign]
             seen.append(step),
             send(f, step),
         )
@@ -435,14 +435,14 @@ def test_no_more_fragments_are_under_way_than_links_have_room_for(
     job = replicas(settings, 19)
     most = 0
     for replica in job:
-        start = replica.exchange._start
+        start = replica.exchange.start_round
 
         def counted(fragment: Any, step: int, own: Replica = replica, start: Any = start) -> None:
             nonlocal most
             start(fragment, step)
-            most = max(most, sum(bool(f.under_way) for f in own.exchange._fragments))
+            most = max(most, sum(bool(f.under_way) for f in own.exchange.fragments))
 
-        replica.exchange._start = counted  # type: ignore[method-assign]
+        replica.exchange.start_round = counted  # type: ignore[method-assign]
     run_together(job, 19)
 
     assert most == settings.max_under_way

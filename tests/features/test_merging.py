@@ -197,7 +197,7 @@ def strategy_of(averaging: Averaging, num_replicas: int | None = None) -> Strate
 def averagers_of(rank: Rank) -> list[Averager]:
     held = rank.trainer.exchange
     if isinstance(held, LocalRounds):
-        return [fragment.averager for fragment in held._fragments]
+        return [fragment.averager for fragment in held.fragments]
     return [held.averager]  # type: ignore[attr-defined]
 
 

@@ -196,7 +196,7 @@ def test_tensors_on_gpus_go_over_nccl_where_each_rank_has_one(
 
     assert isinstance(alone.group, GlooCollectives)
     gloo, gpu, on_gpu = (
-        alone.group._group(),
+        alone.group.group_for(torch.ones(1)),
         torch.device("cuda", 0),
         torch.ones(1).as_subclass(OnGpu),
     )
@@ -221,7 +221,7 @@ def test_a_gradient_that_is_not_finite_in_another_rank_is_seen(alone: RankGroup)
             values += torch.tensor([1.0, others], dtype=torch.float64)
 
     assert isinstance(alone.group, GlooCollectives)
-    group = RankGroup(0, (0, 1), OfTwo(alone.group._group(), (0, 1)))
+    group = RankGroup(0, (0, 1), OfTwo(alone.group.group_for(torch.ones(1)), (0, 1)))
     for others in (16.0, math.nan, math.inf):
         buffer.parameters[0].grad.fill_(1.0)
         buffer.is_sharded = True

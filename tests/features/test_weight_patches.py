@@ -479,7 +479,7 @@ def test_a_follower_is_behind_if_one_stage_is(trainer: Trainer, tmp_path: Path) 
     follower.look()
     older = follower.weights[1]
     follower.weights[1] = replace(older, head=older.head.model_copy(update={"step": 2}))
-    follower._note_gap(PatchStore(ObjectStore(str(tmp_path)), plain).listed())
+    follower.note_gap(PatchStore(ObjectStore(str(tmp_path)), plain).listed())
     assert follower.is_behind
 
 
@@ -515,7 +515,7 @@ def test_following_ends_where_the_last_weights_of_the_run_are_refused(
     patch = next(f for f in files(tmp_path) if "whole" not in f.name and "-0001-0000" in f.name)
     patch.write_bytes(patch.read_bytes()[:-3])
     with pytest.raises(DataError, match=r"the run's last weights are refused: .*step 4"):
-        command_module._keep_current(follower, folder, arguments, context, url="here")
+        command_module.keep_current(follower, folder, arguments, context, url="here")
 
 
 def test_a_patch_that_is_missing_is_told_and_the_next_snapshot_is_waited_for(

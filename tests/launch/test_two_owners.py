@@ -202,7 +202,7 @@ def follow(folder: Path, monkeypatch: pytest.MonkeyPatch, *events: dict[str, Any
     (folder / "rank0.wire.json").write_text("{}")  # rank 0 has ended
     monkeypatch.setattr(following, "RECORD_WITHIN_S", 0.1)
     monitor = Monitor(read_shared(file, folder), folder)
-    following._follow(monitor, following.os.getppid(), is_again=False, past=len(first))
+    following.follow(monitor, following.os.getppid(), is_again=False, past=len(first))
     return ""
 
 
@@ -323,8 +323,8 @@ def test_each_rank_is_told_its_attempt_and_where_its_cloud_meets_and_listens(
 ) -> None:
     told: list[Any] = []
     started: list[int] = []
-    monkeypatch.setattr(join.LocalRanks, "start", lambda ranks: started.append(ranks._attempt))
-    monkeypatch.setattr(CloudRanks, "_tell_other_clouds", lambda ranks: told.append(ranks.ranks))
+    monkeypatch.setattr(join.LocalRanks, "start", lambda ranks: started.append(ranks.attempt))
+    monkeypatch.setattr(CloudRanks, "tell_other_clouds", lambda ranks: told.append(ranks.ranks))
     monkeypatch.setattr(join, "time", SimpleNamespace(time=lambda: 1000.9))
     at_once = lambda target, daemon: SimpleNamespace(start=target)  # noqa: E731
     monkeypatch.setattr(join, "threading", SimpleNamespace(Thread=at_once))
@@ -359,10 +359,10 @@ def test_the_first_cloud_tells_all_others_of_its_restart_and_they_tell_the_first
     ranks = ranks_of_b("sealed")
     clouds = {"cloud_a": Cloud(2, address="h:1"), "cloud_b": Cloud(2), "cloud_c": Cloud(1)}
     ordered = sorted(clouds, key=lambda name: name != first)
-    ranks._layout = ClusterLayout({name: clouds[name] for name in ordered}, "sealed")
-    ranks.ranks = range(ranks._layout.ranks_in("cloud_b")[0], 4)
-    ranks._attempt = 7
-    ranks._tell_other_clouds()
+    ranks.layout = ClusterLayout({name: clouds[name] for name in ordered}, "sealed")
+    ranks.ranks = range(ranks.layout.ranks_in("cloud_b")[0], 4)
+    ranks.attempt = 7
+    ranks.tell_other_clouds()
     place, peers = told
     assert place.attempt == 7 and place.rank == ranks.ranks[0]
     assert peers == ([2, 4] if first == "cloud_b" else [0])
@@ -477,9 +477,9 @@ def test_machines_of_a_cloud_meet_and_take_the_attempt_of_the_first(
     )
     for rank, attempt in ((4, 11), (5, 12)):
         process: Any = object.__new__(JoinedProcess)
-        process.rank, process._attempt = rank, attempt
-        assert process._meet(job, "[::1]:7", mates=[4, 5], detector="it") is store
-        assert process._attempt == 11
+        process.rank, process.attempt = rank, attempt
+        assert process.meet(job, "[::1]:7", mates=[4, 5], detector="it") is store
+        assert process.attempt == 11
     (first, given), (_, second) = asked
     assert first == ("::1", 7) and given["detector"] == "it" and given["within_s"] == 5.0
     assert [one[key] for one in (given, second) for key in ("rank", "num_ranks", "serves")] == [

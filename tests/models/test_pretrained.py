@@ -37,11 +37,11 @@ def test_a_package_that_is_not_there_is_named_with_its_remedy(
 def test_files_that_a_folder_lacks_are_named_once_and_in_order(tmp_path: Path) -> None:
     files: Any = object.__new__(pretrained.WeightFiles)
     names = [f"model-{number}.safetensors" for number in range(6)]
-    files._shards = {f"tensor {n}": names[n % 6] for n in range(13, 0, -1)}
+    files.shards = {f"tensor {n}": names[n % 6] for n in range(13, 0, -1)}
     (tmp_path / names[3]).touch()
-    files._folder = tmp_path
+    files.folder = tmp_path
     assert files.missing() == [*names[:3], *names[4:]]
-    files._folder = None
+    files.folder = None
     assert files.missing() == []
 
 

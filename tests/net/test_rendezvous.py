@@ -19,7 +19,13 @@ from tests.pipelines import in_threads
 from tests.runs import free_port, wait_for
 from xcloud.base.errors import ConfigError, LinkClosed, LinkError, LinkTimeout
 from xcloud.launch import failures
-from xcloud.launch.torchrun import Machines, StopAsked, _endings, _host_and_port, _tell
+from xcloud.launch.torchrun import (
+    Machines,
+    StopAsked,
+    endings_here,
+    host_and_port_of,
+    leave_endings,
+)
 from xcloud.net import addresses, rendezvous
 from xcloud.net.addresses import choose_interface, own_address, store_at, why_unreachable
 from xcloud.net.failure_detector import FailureDetector
@@ -159,7 +165,7 @@ def test_an_attempt_that_was_given_up_ends_nobody_who_is_in_the_next_one() -> No
     [("a.b:123", ("a.b", 123)), ("a.b", ("a.b", 29500)), ("[::1]:7", ("::1", 7))],
 )
 def test_the_place_is_host_and_port(endpoint: str, place: tuple[str, int]) -> None:
-    assert _host_and_port(endpoint) == place
+    assert host_and_port_of(endpoint) == place
 
 
 def test_what_stands_in_the_store_is_short_or_nothing() -> None:
@@ -257,7 +263,7 @@ def test_ranks_that_were_asked_to_stop_are_not_started_again(
     failures.leave_ending(3, Ending.STOPPED)
     with pytest.raises(StopAsked):
         own.next_rendezvous()
-    assert _endings() == {3: Ending.STOPPED}
+    assert endings_here() == {3: Ending.STOPPED}
 
 
 @pytest.mark.parametrize(
@@ -269,11 +275,11 @@ def test_a_machine_leaves_word_of_ranks_that_come_no_more_and_never_why(
 ) -> None:
     port = free_port()
     server: Any = store_at("127.0.0.1", port, serves=True, within_s=20)
-    _tell(f"127.0.0.1:{port}", {1: ending}, code)
+    leave_endings(f"127.0.0.1:{port}", {1: ending}, code)
     assert rendezvous.ending_of(server, 1) is told
     assert value_of(server, ended_key(1)) in {one.value for one in Ending}
     with contextlib.suppress(LinkClosed):  # nobody is there any more: nothing to tell
-        _tell(f"127.0.0.1:{free_port()}", {1: ending}, code)
+        leave_endings(f"127.0.0.1:{free_port()}", {1: ending}, code)
 
 
 def test_a_rank_waits_for_another_as_long_as_it_is_told_to(tmp_path: Path) -> None:

@@ -195,11 +195,11 @@ def test_a_rank_whose_line_breaks_while_it_is_joined_is_gone_unless_it_may_come_
 
     words = WordsOfFirst(cast(Any, None), 1, join, within_s=0.0, is_open=False)
     words._is_open = is_open
-    thread = words._start(1, beginning=1, within_s=5.0)
+    thread = words.start_joining(1, beginning=1, within_s=5.0)
     thread.join(10)
     assert thread.daemon and not thread.is_alive()
     if is_open:
-        assert words._ended == {}
+        assert words.ended == {}
         with pytest.raises(LinkTimeout, match="rank 1 has not come in 0 s"):
             words.receive_text("table", 1)
     else:

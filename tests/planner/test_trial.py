@@ -196,7 +196,7 @@ def test_a_second_run_cuts_the_model_so_that_blocks_ends_and_calls_tell_apart(
     trial = TrialRun(config, job, ClusterLayout(clouds, "free"), candidates, [4], 80)
 
     assert trial.blocks == own and trial.layout.num_stages == len(own)
-    assert len(trial._crossed()) == BLOCKS - 1, "a cut after each block but the last has costs"
+    assert len(trial.crossed()) == BLOCKS - 1, "a cut after each block but the last has costs"
     assert [found.parts for found in trial.others] == ([] if cut is None else [cut])
     for other in trial.others:
         assert sum(other.blocks) == BLOCKS == sum(own) and [*other.candidates] == ["none"]

@@ -43,7 +43,7 @@ from xcloud.comm.ids import (
 )
 from xcloud.comm.memory import NoMemory
 from xcloud.comm.precision import BlockInt
-from xcloud.comm.sparsify import TopK, _drawn
+from xcloud.comm.sparsify import TopK, drawn_positions
 from xcloud.comm.step_clock import StepClock
 from xcloud.comm.tensor_codec import TensorCodec
 from xcloud.comm.transform import Transform
@@ -542,7 +542,7 @@ def fuzzed(name: str, num: int, folder: Path) -> float:
     """Seconds of the longest one."""
     maker = PARSERS[name]
     parser, draw = maker(folder) if maker in ON_DISK else maker(), random.Random(name)
-    _drawn.cache_clear()  # a message of another seed draws anew
+    drawn_positions.cache_clear()  # a message of another seed draws anew
     with PeakBytes() as honest:
         for message in parser.honest:
             parser.take(message)

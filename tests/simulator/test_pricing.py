@@ -31,7 +31,7 @@ from xcloud.layout import Cloud, ClusterLayout
 from xcloud.net.link_profile import LinkProfile
 from xcloud.pipeline.one_forward_one_backward import OneForwardOneBackward, ZeroBubble
 from xcloud.pipeline.schedule import GPipe, Schedule
-from xcloud.planner.plan_report import Report, _cells, print_plans, write_plan
+from xcloud.planner.plan_report import Report, print_plans, row_cells, write_plan
 from xcloud.planner.search import Ranked, Space, fastest, search
 from xcloud.planner.settings import DIMENSIONS, with_micro_batches
 from xcloud.record.run_record import epochs_text
@@ -417,7 +417,7 @@ def test_a_plan_has_a_star_where_it_changes_what_is_learned() -> None:
     rest = {"split": "", "micro_batches": 4, "schedule": "", "predicted_step_time_s": 1.0,
             "bubble_ratio": 0.0, "bytes_per_step": 1, "memory_bytes": {"a": 1}, "bound": "",
             "change_next": ""}  # fmt: skip
-    cells = _cells("1", row=row | rest)
+    cells = row_cells("1", row=row | rest)
     assert "pipeline" in cells and "int8*" in cells
 
 

@@ -507,13 +507,13 @@ def test_a_job_of_this_machine_is_the_process_that_began_when_it_did(
     _, jobs = queue()
     process = psutil.Process()
     own = cluster.SubmittedJob("local", str(os.getpid()), "here", process.create_time())
-    assert jobs._state(own) == "RUNNING" and not jobs._was_cancelled(own)
+    assert jobs.state_of(own) == "RUNNING" and not jobs.was_cancelled(own)
     earlier = cluster.SubmittedJob("local", own.id, "here", process.create_time() - 1.0)
-    assert jobs._state(earlier) is None, "its number was given to another process"
+    assert jobs.state_of(earlier) is None, "its number was given to another process"
     monkeypatch.setattr(psutil.Process, "status", lambda process: psutil.STATUS_ZOMBIE)
-    assert jobs._state(own) is None
+    assert jobs.state_of(own) is None
     monkeypatch.setattr(psutil, "Process", Mock(side_effect=psutil.NoSuchProcess(1)))
-    assert jobs._state(own) is None
+    assert jobs.state_of(own) is None
 
 
 def test_a_second_ctrl_c_ends_the_runs_of_this_machine_too(

@@ -418,11 +418,11 @@ def test_runs_of_a_sweep_are_all_asked_before_one_is_waited_for_and_killed_at_a_
     ignored: list[Any] = []
     monkeypatch.setattr(runner.signal, "signal", lambda *of: ignored.append(of))
     processes = Processes(1)
-    processes._running += [Run(heard), Run(heard)]  # type: ignore[list-item]
+    processes.running += [Run(heard), Run(heard)]  # type: ignore[list-item]
     processes.end()
-    assert heard == ["ask", "ask", None, None] and ignored == [] and processes._is_ending
+    assert heard == ["ask", "ask", None, None] and ignored == [] and processes.is_ending
     heard.clear()
-    processes._running[:] = [Run(heard, ends=None), Run(heard)]  # type: ignore[list-item]
+    processes.running[:] = [Run(heard, ends=None), Run(heard)]  # type: ignore[list-item]
     processes.end()
     assert heard == ["ask", "ask", None, "ask", "ask", 60.0, "kill", 60.0]
     assert ignored == [(signal.SIGINT, signal.SIG_IGN)]

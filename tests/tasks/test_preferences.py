@@ -688,4 +688,4 @@ def test_the_last_stage_alone_learns_from_the_loss_of_pairs() -> None:
     at_rank = PreferenceTuningAtRank(context, PreferenceTuning())
     made: list[Any] = [at_rank.build_context(n, group=None, context=Built()) for n in range(3)]  # type: ignore[arg-type]
     assert [one.document_loss for one in made[:2]] == [None, None]
-    assert made[2].document_loss is at_rank._loss and at_rank._loss.beta == 0.25
+    assert made[2].document_loss is at_rank.loss and at_rank.loss.beta == 0.25

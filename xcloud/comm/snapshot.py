@@ -37,7 +37,7 @@ class SnapshotBuffer:
     a GPU the copy would need room that training does not have. What does not fit gets host memory
     of its own."""
 
-    _memory: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    memory: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     _used: int = 0
 
     @contextlib.contextmanager
@@ -50,14 +50,14 @@ class SnapshotBuffer:
     def enlarge(self, num_bytes: int, stop: threading.Event) -> None:
         """Enlarge the memory to `num_bytes`, while no snapshot is in it. Touch all of its bytes,
         unless `stop` is set first. Touching holds no lock of Python's and uses one core."""
-        if num_bytes <= len(self._memory):
+        if num_bytes <= len(self.memory):
             return
-        self._memory = torch.empty(0, dtype=torch.uint8)  # never both at a time
+        self.memory = torch.empty(0, dtype=torch.uint8)  # never both at a time
         with contextlib.suppress(RuntimeError):  # no memory now: the copy itself will say so
-            self._memory = torch.empty(num_bytes, dtype=torch.uint8)
+            self.memory = torch.empty(num_bytes, dtype=torch.uint8)
         # Memory is there only once it has been written to; in the first checkpoint this would cost
         # the main thread time.
-        pages = self._memory.numpy()[::_PAGE_BYTES]
+        pages = self.memory.numpy()[::_PAGE_BYTES]
         for first in range(0, len(pages), _PIECE_PAGES):
             if stop.is_set():
                 return
@@ -67,11 +67,11 @@ class SnapshotBuffer:
         like = tensors[0]
         num_bytes = sum(tensor.nbytes for tensor in tensors)
         end = self._used + num_bytes
-        if end > len(self._memory):
+        if end > len(self.memory):
             # The state has grown since the memory was made, such as by memories of samples.
             place = torch.empty(num_bytes, dtype=torch.uint8).view(like.dtype)
         else:
-            place = self._memory[self._used : end].view(like.dtype)
+            place = self.memory[self._used : end].view(like.dtype)
             # What comes next may have any dtype.
             self._used = _aligned(end)
         with torch.no_grad():

@@ -69,7 +69,7 @@ class _Sparse(Compressor):
         if isinstance(self, Draws):
             seed = self._next_seed()
             sent = items.index_select(
-                0, _drawn(num_seen, numel=shape[0], seed=seed).to(tensor.device)
+                0, drawn_positions(num_seen, numel=shape[0], seed=seed).to(tensor.device)
             )
             parts.append(torch.tensor([seed], dtype=torch.int64, device=tensor.device))
         if self._sends_largest:
@@ -90,7 +90,8 @@ class _Sparse(Compressor):
         if self._sends_largest:
             positions = SortedPositions(num_kept, numel=num_seen).decode(places[0])
         if isinstance(self, Draws):
-            drawn = _drawn(num_seen, numel=shape[0], seed=int(places[-1])).to(values.device)
+            seed = int(places[-1])
+            drawn = drawn_positions(num_seen, numel=shape[0], seed=seed).to(values.device)
             positions = drawn.index_select(0, positions) if self._sends_largest else drawn
         dense = torch.zeros(shape, dtype=spec.dtype, device=values.device)
         return dense.index_copy_(0, positions, values.to(spec.dtype)).view(spec.shape)
@@ -333,7 +334,7 @@ def _exactly(bits_N: Tensor, some: Tensor, num_kept: int, num_of_some: int) -> T
 
 
 @lru_cache(maxsize=1)  # who encodes with feedback decodes the same message next
-def _drawn(num_kept: int, numel: int, seed: int) -> Tensor:
+def drawn_positions(num_kept: int, numel: int, seed: int) -> Tensor:
     """Distinct positions, one in each of `num_kept` strips whose sizes differ by at most one. Not
     to be changed."""
     generator = torch.Generator().manual_seed(seed)

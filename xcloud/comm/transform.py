@@ -132,7 +132,7 @@ class Transform(Compressor):
         self.features = 0
         self._moments_HH: Tensor | None = None
         self._mean_square = 0.0  # of a centred value, a running mean
-        self._basis: _Basis | None = None
+        self.basis: _Basis | None = None
 
     def wire_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         num_rows, num_features = matrix_shape(spec.shape)
@@ -163,7 +163,7 @@ class Transform(Compressor):
             self._learn(matrix_RH)
         # A covariance of fewer rows than that is mostly noise, and a basis costs H bytes a
         # component.
-        has_rows_enough = self._basis is not None or self.seen >= _ROWS_PER_FEATURE * self.features
+        has_rows_enough = self.basis is not None or self.seen >= _ROWS_PER_FEATURE * self.features
         if self.features != num_features or not has_rows_enough:
             return self._alone(spec, matrix_RH, unit=1.0)
         return self._in_basis(spec, matrix_RH)
@@ -193,10 +193,10 @@ class Transform(Compressor):
             return _narrowed(seen + mean_H.to(seen), spec)
         if kind == _WITH_BASIS and self._may_have_basis(num_features):
             basis, rest = _unpacked(rest, number, num_components, num_features)
-            self._basis = basis  # later messages name it by its number alone
+            self.basis = basis  # later messages name it by its number alone
         elif kind != _IN_BASIS:
             raise FrameError(f"a message of kind {kind}")
-        known = self._basis
+        known = self.basis
         if known is None or known.number != number or len(known.mean_H) != num_features:
             raise FrameError(f"basis {number} of {num_features} features has not come")
         codes = bit_planes.decode(rest, num_rows=num_rows, edges=known.edges(num_features))
@@ -211,7 +211,7 @@ class Transform(Compressor):
 
     def _learn(self, matrix_RH: Tensor) -> None:
         """Add rows of a message to the moments."""
-        most = _ROWS_OF_A_MESSAGE if self._basis is None else _ROWS_LATER
+        most = _ROWS_OF_A_MESSAGE if self.basis is None else _ROWS_LATER
         # Evenly from all over the message. Fewer once there is a basis: a look at the next one
         # comes late and then has many messages.
         rows_RH = matrix_RH[:: -(-len(matrix_RH) // most)]
@@ -236,7 +236,7 @@ class Transform(Compressor):
         values_H, vectors_HH = torch.linalg.eigh(covariance_HH)
         sd_H = values_H.flip(0).clamp_min(0).sqrt()
         mean_square = float(sd_H.square().mean())
-        if self._basis is None:
+        if self.basis is None:
             self._mean_square = mean_square
         num_kept = max(1, int((sd_H > _KEPT * self.step * math.sqrt(mean_square)).sum()))
         rows_KH = vectors_HH.flip(1).T[:num_kept]
@@ -244,13 +244,13 @@ class Transform(Compressor):
         codes_KH = (rows_KH * (127 / rows_KH.abs().amax(1, keepdim=True))).round().to(torch.int8)
         # Older rows fade, as training moves what is sent.
         self._moments_HH = self._moments_HH / 2
-        number = 0 if self._basis is None else (self._basis.number + 1) % 256
+        number = 0 if self.basis is None else (self.basis.number + 1) % 256
         classes = torch.from_numpy(_classes(sd_H[:num_kept].numpy()))
         return _Basis(number, mean_H=mean_H.float(), codes_KH=codes_KH, classes_K=classes)
 
     def _in_basis(self, spec: TensorSpec, matrix_RH: Tensor) -> Tensors:
-        is_first = self._basis is None
-        basis = self._measured() if self._basis is None else self._basis
+        is_first = self.basis is None
+        basis = self._measured() if self.basis is None else self.basis
         own = float((matrix_RH - basis.mean_H.to(matrix_RH)).square().mean())
         # The step follows the usual size of messages, so that one odd batch hardly moves it.
         usual = min(max(self._mean_square, own / _NEAR), own * _NEAR)
@@ -269,7 +269,7 @@ class Transform(Compressor):
             if would_save > other.packed().nbytes:
                 has_new, basis, used, coded = True, other, other_used, other_coded
         if has_new:
-            self._basis = basis
+            self.basis = basis
             self.since = 0
             self.look_at = _LOOK_AT * basis.packed().nbytes
         self.since += len(coded)
@@ -341,7 +341,7 @@ class Transform(Compressor):
         state: State = {name: getattr(self, name) for name in _COUNTS}
         if self._moments_HH is not None:
             state["moments"] = copy_of(self._moments_HH)
-        if (basis := self._basis) is not None:
+        if (basis := self.basis) is not None:
             state |= {
                 "number": basis.number,
                 "mean_square": torch.tensor(self._mean_square, dtype=torch.float64),
@@ -360,7 +360,7 @@ class Transform(Compressor):
             self._moments_HH = torch.as_tensor(own["moments"])
         if "codes" in own:
             self._mean_square = float(own["mean_square"])
-            self._basis = _Basis(
+            self.basis = _Basis(
                 number=int(own["number"]),
                 mean_H=torch.as_tensor(own["mean"]),
                 codes_KH=torch.as_tensor(own["codes"]),

@@ -81,7 +81,7 @@ class LineTrial:
             try:
                 # Lines to machines of one cloud share its link, so they are measured one by one.
                 with self._turn:
-                    return self._try()
+                    return self.try_once()
             except LineDown as error:
                 # Where certificates differ each further try only says that the line is down.
                 if CERTIFICATE not in self.reason:  # a doctor that ends first closes its port
@@ -98,7 +98,8 @@ class LineTrial:
                 return
             time.sleep(PAUSE_S)
 
-    def _try(self) -> None:
+    def try_once(self) -> None:
+        """Connect, and measure the line. Raises LineDown while the peer's doctor is not there."""
         # A short try, over and over: the other doctor may start at any time.
         made = self._way.connect(self._wanted, is_bulk=True, timeout_s=PAUSE_S, wake=ignore)
         with made.tls as tls:
@@ -152,7 +153,7 @@ def check_lines(
                     on_refused=refused.append,
                 )
             except OSError as error:
-                findings.append(_cannot_listen(peer, at=at, error=error))
+                findings.append(cannot_listen(peer, at=at, error=error))
                 continue
             trials.append(
                 LineTrial(
@@ -372,7 +373,8 @@ def bytes_per_step(case: Case, peer: str) -> tuple[int, int]:
     return out, back
 
 
-def _cannot_listen(peer: str, at: tuple[str, int] | Meeting, error: OSError) -> Finding:
+def cannot_listen(peer: str, at: tuple[str, int] | Meeting, error: OSError) -> Finding:
+    """Return why this machine cannot listen where the layout says, and what to do."""
     assert not isinstance(at, Meeting), "who meets at a relay opens no port"
     host, port = at
     # Python says the address again behind "(while".

@@ -97,36 +97,36 @@ class CloudRanks(LocalRanks):
         self.speaker = ranks[0]
         if machine.meet_at is not None:
             self.interface = {}  # the one that faces the first machine, or what the shell has set
-        self._layout = layout
+        self.layout = layout
         self._machine = machine
         self._listen = listen
         self._more_words = more_words
-        self._attempt = 0
+        self.attempt = 0
 
     def start(self) -> None:
-        is_restart = self._attempt > 0
+        is_restart = self.attempt > 0
         # The others tell attempts of this cloud apart by it.
-        self._attempt = max(self._attempt + 1, int(time.time()))
+        self.attempt = max(self.attempt + 1, int(time.time()))
         super().start()
         has_first = self._machine.number == 0  # which alone speaks for the cloud
         # At once: the new rank imports torch before it could say so, and the other cloud would
         # start 8 s after a kill instead of 0.5 s. In a mailbox ranks hear of it by themselves.
-        if is_restart and has_first and not isinstance(self._layout.wan, Mailbox):
-            threading.Thread(target=self._tell_other_clouds, daemon=True).start()
+        if is_restart and has_first and not isinstance(self.layout.wan, Mailbox):
+            threading.Thread(target=self.tell_other_clouds, daemon=True).start()
 
-    def _tell_other_clouds(self) -> None:
+    def tell_other_clouds(self) -> None:
         """Report to other clouds that this one restarts. The first cloud reports it to all. Others
         report it to the first, which restarts too and then reports it to the rest."""
-        first, *others = (self._layout.ranks_in(cloud)[0] for cloud in self._layout.clouds)
+        first, *others = (self.layout.ranks_in(cloud)[0] for cloud in self.layout.clouds)
         place = place_of(
-            self._layout, rank=self.ranks[0], attempt=self._attempt, listen=self._listen
+            self.layout, rank=self.ranks[0], attempt=self.attempt, listen=self._listen
         )
         with contextlib.suppress(ConfigError):  # the port is taken: the new rank will say so
             lines = SealedLines(place, keys=this_clouds_keys(), say=ignore)
             lines.tell_of_restart(others if place.rank == first else [first])
 
     def words_of(self, rank: int) -> list[str]:
-        own = ["--attempt", str(self._attempt), "--run-dir", str(self.run_dir)]
+        own = ["--attempt", str(self.attempt), "--run-dir", str(self.run_dir)]
         if self._listen is not None:
             own += ["--listen", self._listen]
         if self._machine.meet_at is not None:
@@ -134,10 +134,10 @@ class CloudRanks(LocalRanks):
         return [*super().words_of(rank), *own, *self._more_words]
 
     def who_stopped(self, asked: int | None) -> str:
-        own = self._layout.cloud_of(self.ranks[0])
+        own = self.layout.cloud_of(self.ranks[0])
         if asked is not None and not self.is_asked_to_stop:
-            return f"stopped by {self._layout.cloud_of(asked)}"
-        clouds = [*self._layout.clouds] if self._machine.num_machines == 1 else []
+            return f"stopped by {self.layout.cloud_of(asked)}"
+        clouds = [*self.layout.clouds] if self._machine.num_machines == 1 else []
         return stopped_by(clouds, own, was_asked=self.is_asked_to_stop)
 
 

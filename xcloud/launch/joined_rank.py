@@ -63,7 +63,7 @@ class JoinedProcess(RankProcess):
     ) -> None:
         self.is_first_here = os.environ["LOCAL_RANK"] == "0"
         super().__init__(file, run_dir, rank, says=self.is_first_here and rank != 0)
-        self._attempt = attempt
+        self.attempt = attempt
         self._listen = listen
         self._meet_at = meet_at
         self.detector: FailureDetector | None = None
@@ -88,8 +88,8 @@ class JoinedProcess(RankProcess):
         elif self._meet_at is None:
             store = rendezvous_store(self.run_dir)
         else:
-            store = self._meet(job, self._meet_at, mates, detector)
-        place = place_of(layout, rank=self.rank, attempt=self._attempt, listen=self._listen)
+            store = self.meet(job, self._meet_at, mates, detector)
+        place = place_of(layout, rank=self.rank, attempt=self.attempt, listen=self._listen)
         keys = this_clouds_keys()
         lines: OwnersLines
         # A line that has ended for good ends this rank, whatever it waits for: it may sit in torch
@@ -111,7 +111,7 @@ class JoinedProcess(RankProcess):
             lines=lines,
         )
 
-    def _meet(
+    def meet(
         self, job: Job, meet_at: str, mates: Sequence[int], detector: FailureDetector
     ) -> Store:
         """Meet this cloud's ranks on other machines. Return their store."""
@@ -130,8 +130,8 @@ class JoinedProcess(RankProcess):
         )
         # All machines take the attempt of the first, by which other clouds tell a restart.
         if place == 0:
-            store.set(_ATTEMPT, str(self._attempt))
-        self._attempt = int(store.get(_ATTEMPT))
+            store.set(_ATTEMPT, str(self.attempt))
+        self.attempt = int(store.get(_ATTEMPT))
         return store
 
     def _end_alone(self, error: LinkError) -> None:

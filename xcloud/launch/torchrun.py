@@ -71,7 +71,7 @@ class Machines(StaticTCPRendezvous):
             store = self._open()
             self._await_all(store)
             self._store = store
-        elif Ending.STOPPED in _endings().values():
+        elif Ending.STOPPED in endings_here().values():
             raise StopAsked
         return super().next_rendezvous()
 
@@ -100,7 +100,7 @@ class Machines(StaticTCPRendezvous):
 
 
 def _machines_of(parameters: RendezvousParameters) -> RendezvousHandler:
-    host, port = _host_and_port(parameters.endpoint)
+    host, port = host_and_port_of(parameters.endpoint)
     within_s = float(parameters.config.get("timeout", JOIN_WITHIN_S))
     return Machines(
         host,
@@ -113,7 +113,7 @@ def _machines_of(parameters: RendezvousParameters) -> RendezvousHandler:
     )
 
 
-def _host_and_port(endpoint: str) -> tuple[str, int]:
+def host_and_port_of(endpoint: str) -> tuple[str, int]:
     """Return host and port of "host:port", "[::1]:port" or "host"."""
     host, colon, port = endpoint.strip().rpartition(":")
     if not colon or not port.isdigit():
@@ -180,7 +180,7 @@ def torchrun(words: Sequence[str]) -> int:
             say(f"xcloud: rendezvous failed at {place}: {why}. {advice}", error=True)
             return 1
         if code and is_ours and given.node_rank:  # the store ends with the first machine
-            _tell(place, endings={**killed, **_endings()}, code=code)
+            leave_endings(place, endings={**killed, **endings_here()}, code=code)
     return code
 
 
@@ -193,7 +193,7 @@ def _take_over_rendezvous(given: Any, place: str) -> None:
     given.rdzv_endpoint = place
 
 
-def _endings() -> dict[int, Ending]:
+def endings_here() -> dict[int, Ending]:
     """Return how ranks of this machine have ended, as far as they could say so."""
     found: dict[int, Ending] = {}
     folder = os.environ.get(ENDINGS)
@@ -205,9 +205,9 @@ def _endings() -> dict[int, Ending]:
     return found
 
 
-def _tell(place: str, endings: dict[int, Ending], code: int) -> None:
+def leave_endings(place: str, endings: dict[int, Ending], code: int) -> None:
     """Leave word for rank 0 that this machine's ranks come no more."""
-    host, port = _host_and_port(place)
+    host, port = host_and_port_of(place)
     if why_unreachable(host, port, within_s=_TELL_WITHIN_S) is not None:
         return  # the first machine has ended, too
     with contextlib.suppress(RuntimeError, XcloudError):

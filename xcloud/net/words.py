@@ -236,14 +236,14 @@ class WordsOfFirst(Words):
         self._within_s = within_s
         self._is_open = is_open
         self._told: dict[tuple[int, str], str] = {}
-        self._ended: dict[int, LinkError] = {}
+        self.ended: dict[int, LinkError] = {}
         self._changed = threading.Condition()
         self._greeted = dict.fromkeys(range(1, num_ranks), 0)  # beginnings that have joined
         if is_open:
             threading.Thread(target=self._greet, name="greeting", daemon=True).start()
             return
         for rank in self._greeted:
-            self._start(rank, 1, within_s)
+            self.start_joining(rank, 1, within_s)
 
     def send_text(self, name: str, text: str) -> None:
         with self._changed:
@@ -254,12 +254,12 @@ class WordsOfFirst(Words):
         key = (rank, name)
         with self._changed:
             is_there = self._changed.wait_for(
-                lambda: key in self._told or rank in self._ended, self._within_s
+                lambda: key in self._told or rank in self.ended, self._within_s
             )
             if key in self._told:
                 return self._told[key]
             if is_there:
-                raise self._ended[rank]
+                raise self.ended[rank]
         raise LinkTimeout(
             f"rank {rank} has not come in {self._within_s:g} s (cluster.liveness.join_within_s)"
         )
@@ -267,7 +267,7 @@ class WordsOfFirst(Words):
     def wait_for_leaving(self) -> None:
         with self._changed:
             joined = {rank for rank, beginning in self._greeted.items() if beginning}
-            self._changed.wait_for(lambda: joined <= self._ended.keys(), LEAVE_WITHIN_S)
+            self._changed.wait_for(lambda: joined <= self.ended.keys(), LEAVE_WITHIN_S)
 
     def _greet(self) -> None:
         """Look for ranks that begin, also again. One line to a rank is awaited at a time."""
@@ -283,10 +283,10 @@ class WordsOfFirst(Words):
                 # is over.
                 is_awaited = rank in awaited and awaited[rank].is_alive()
                 if beginning > before and not is_awaited:
-                    awaited[rank] = self._start(rank, beginning, _GREET_WITHIN_S)
+                    awaited[rank] = self.start_joining(rank, beginning, _GREET_WITHIN_S)
             time.sleep(_LOOK_EVERY_S)
 
-    def _start(self, rank: int, beginning: int, within_s: float) -> threading.Thread:
+    def start_joining(self, rank: int, beginning: int, within_s: float) -> threading.Thread:
         """Join a line to a rank. Return a thread that ends once it is joined, or is not in
         time."""
 
@@ -299,7 +299,7 @@ class WordsOfFirst(Words):
                 return
             with self._changed:
                 self._greeted[rank] = beginning
-                self._ended.pop(rank, None)
+                self.ended.pop(rank, None)
                 for key in [key for key in self._told if key[0] == rank]:
                     del self._told[key]  # of an earlier beginning
             threading.Thread(target=self._serve, args=(rank, beginning, line), daemon=True).start()
@@ -345,7 +345,7 @@ class WordsOfFirst(Words):
 
     def _end(self, rank: int, reason: LinkError) -> None:
         with self._changed:
-            self._ended[rank] = reason
+            self.ended[rank] = reason
             self._changed.notify_all()
 
 

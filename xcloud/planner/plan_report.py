@@ -218,12 +218,13 @@ def print_plans(report: Report, console: Console | None = None) -> None:
     last = [Column(name, right=False, wraps=True, spare=4) for name in ("bound by", "next")]
     figures = [Column("bubble", spare=3), Column("bytes", spare=2), Column("memory", spare=1)]
     columns = [*NAMES, Column("step", spare=-1), *figures, *last]
-    print_table(console, columns, rows=[_cells(name, row=row) for name, row in rows.items()])
+    print_table(console, columns, rows=[row_cells(name, row=row) for name, row in rows.items()])
     for line in _notes(report, rows):
         say(console, text=line)
 
 
-def _cells(name: str, row: Mapping[str, Any]) -> list[str]:
+def row_cells(name: str, row: Mapping[str, Any]) -> list[str]:
+    """Return the texts of a plan in the table, with a star where quality is touched."""
     starred = [
         f"{row[key]}*" if key in row["touches_quality"] else row[key]
         for key in ("strategy", "compression")

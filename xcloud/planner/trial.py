@@ -401,7 +401,7 @@ class TrialRun:
     def read(self, ranks: Sequence[Mapping[str, Any]], others: Sequence[Trial]) -> Profile:
         """Return the profile, from what the ranks have written and from runs with other cuts."""
         trial = self.trial(ranks)
-        crossed = self._crossed()
+        crossed = self.crossed()
         trained = {
             # Shapes suffice to time averaging, which a trial of one pipeline does not do.
             name: nn.Parameter(torch.zeros(shape))
@@ -441,7 +441,7 @@ class TrialRun:
             stage_backward_s=stage_backward_s,
         )
 
-    def _crossed(self) -> list[tuple[int | None, bool]]:
+    def crossed(self) -> list[tuple[int | None, bool]]:
         """Return, for the boundary after each piece but the last, whose costs it has.
 
         That is a stage after which a boundary like it was crossed in the trial, or None; with it,

@@ -88,7 +88,7 @@ def _monitor(
         sys.exit(f"xcloud: {printable(error)}")
     try:
         parent = os.getppid() if parent is None else parent
-        return _follow(monitor, parent=parent, is_again=is_again, past=0 if is_again else past)
+        return follow(monitor, parent=parent, is_again=is_again, past=0 if is_again else past)
     except Exception as error:  # without a summary the run would seem to be running still
         log.exception("the monitor of %s has failed", run_dir)
         failed = {"name": monitor.experiment.name, "status": "failed", "quality": {}}
@@ -97,7 +97,8 @@ def _monitor(
         return 1
 
 
-def _follow(monitor: Monitor, parent: int, is_again: bool, past: int | None) -> int:
+def follow(monitor: Monitor, parent: int, is_again: bool, past: int | None) -> int:
+    """Show what the ranks report until the run is over; return the exit code."""
     monitor.past = past
     monitor.start(is_again)
     essential = monitor.experiment.roster.essential

@@ -121,7 +121,7 @@ class Jobs:
             if summary.get("status") == "finished":
                 return
             # Only "stopped" asks to go on. Who cancels a job does not want it back.
-            if summary.get("status") != "stopped" or self._was_cancelled(job):
+            if summary.get("status") != "stopped" or self.was_cancelled(job):
                 logs = self._jobs_dir / run_dir.name
                 raise RunFailed(_cause(run_dir, job=job, summary=summary, logs=logs))
             say(f"[{point.name}] stopped: {summary.get('cause') or 'as it was asked to'}")
@@ -214,7 +214,7 @@ class Jobs:
         self.followed.append(job)
         # Only changes are said.
         said = ""
-        while (state := self._state(job)) is not None:
+        while (state := self.state_of(job)) is not None:
             if state != said:
                 said = state
                 say(f"[{point.name}] job {job.id}: {state.lower()}")
@@ -231,9 +231,9 @@ class Jobs:
             return None
         if job.on == "local" and job.host != socket.gethostname():
             raise ConfigError(f"{run_dir} is run by a job on {job.host}: give the command there")
-        return job if self._state(job) is not None else None
+        return job if self.state_of(job) is not None else None
 
-    def _state(self, job: SubmittedJob) -> str | None:
+    def state_of(self, job: SubmittedJob) -> str | None:
         """Return the state of a job that is queued or runs; None for one that has ended."""
         if job.on == "local":
             try:
@@ -261,7 +261,7 @@ class Jobs:
         states = dict(line.split() for line in asked.stdout.splitlines() if line.strip())
         self._queued = {key: state for key, state in states.items() if state not in ENDED}
 
-    def _was_cancelled(self, job: SubmittedJob) -> bool:
+    def was_cancelled(self, job: SubmittedJob) -> bool:
         """Return whether somebody has cancelled a job, which then must not come back."""
         if job.on != "slurm":
             return False

@@ -105,8 +105,8 @@ class Processes:
     that compute at once."""
 
     parallel: int
-    _is_ending: bool = False
-    _running: list[subprocess.Popen[str]] = field(default_factory=list)
+    is_ending: bool = False
+    running: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def run(self, point: Point, run_dir: Path) -> None:
         """Raises RunFailed with the last line that the point said."""
@@ -115,9 +115,9 @@ class Processes:
         # Points that compute at once share the cores.
         threads = num_threads(point.experiment.cluster.num_processes * self.parallel)
         process = start_point(run_dir, threads)
-        self._running.append(process)
+        self.running.append(process)
         # Ctrl+C may come between its start and the line above.
-        if self._is_ending:  # it began while `end` went through the others
+        if self.is_ending:  # it began while `end` went through the others
             process.terminate()
         last = ""
         assert process.stdout is not None
@@ -150,11 +150,11 @@ class Processes:
         self._terminate(60.0)
 
     def _terminate(self, within_s: float | None) -> None:
-        self._is_ending = True
-        for process in self._running:
+        self.is_ending = True
+        for process in self.running:
             # First all are asked, then each is waited for, so that they save at the same time.
             process.terminate()  # those that have ended are left alone
-        for process in self._running:
+        for process in self.running:
             try:
                 process.wait(within_s)
             except subprocess.TimeoutExpired:

@@ -198,7 +198,7 @@ class RunPilot(Switching):
                 latency_s |= dict.fromkeys([way, way[::-1]], both_s / 2)
         lines = {}
         for way, own in sums.items():
-            bandwidth = _bits_per_s(*own.tolist())
+            bandwidth = line_bandwidth(*own.tolist())
             lines[way] = LinkProfile(bandwidth, latency_s=latency_s.get(way, 0.0))
         return Measured(
             step_s=float(grown[0][0, 0]) / updates,
@@ -238,7 +238,7 @@ def like(mine: Tensor, parts: Tensors, sender: int) -> Tensor:
     return parts[0]
 
 
-def _bits_per_s(num_bytes: float, num_messages: float, line_s: float) -> float:
+def line_bandwidth(num_bytes: float, num_messages: float, line_s: float) -> float:
     """Return the bandwidth of a line, on which packets have headers."""
     of_each = line_bytes(round(num_bytes / num_messages))
     return min(8 * num_messages * of_each / max(line_s, 1e-15), _FREE_BITS_PER_S)

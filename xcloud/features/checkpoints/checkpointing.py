@@ -112,9 +112,9 @@ class Checkpointer(Saver):
         self._control = control
         self._among = among
         self._parts = parts
-        self._notes = Notes(reporter)
-        self._asked = asked or StopSignal()
-        self._ledger = Ledger()
+        self.notes = Notes(reporter)
+        self.asked = asked or StopSignal()
+        self.ledger = Ledger()
         self._stops = False
         self._is_told = is_told
         self._num_updates = timing.saved_step  # that the state which is saved next has
@@ -127,13 +127,13 @@ class Checkpointer(Saver):
 
     def before_update(self, step: int) -> None:
         # Where nothing could be saved, a signal to stop ends the process at once.
-        self._asked.is_armed = self._is_told and self.timing.settings.are_made
+        self.asked.is_armed = self._is_told and self.timing.settings.are_made
 
     def signal(self, step: int) -> Signal:
         """Decide in rank 0 what all ranks do after this update."""
         if not self._is_told:
             return self._signal_by_step(step)
-        if self._stops or self._asked.was_asked:
+        if self._stops or self.asked.was_asked:
             return Signal.STOP
         if self.timing.look(step):
             self._note_if_slow(step)
@@ -167,9 +167,9 @@ class Checkpointer(Saver):
         """Do between two updates what the signal says. Return whether this rank ends here."""
         self._num_updates = step
         is_last = step >= self.timing.final_step
-        self._notes.flush()
-        if self._asked.was_asked and not self._asked.is_reported:
-            self._asked.is_reported = True
+        self.notes.flush()
+        if self.asked.was_asked and not self.asked.is_reported:
+            self.asked.is_reported = True
             if self.rank != 0:
                 self._tell(0, step=step, message=CheckpointMessage.STOP)
         if signal is Signal.GO_ON:
@@ -193,8 +193,8 @@ class Checkpointer(Saver):
         started_s = time.monotonic()
         self.timing.saved(step)
         if self.rank == 0:
-            self._ledger.begin(step, ranks={0, *self._others})
-        self._notes.reporter.flush()  # what was reported of these steps must not be lost
+            self.ledger.begin(step, ranks={0, *self._others})
+        self.notes.reporter.flush()  # what was reported of these steps must not be lost
         try:
             state = self.writer.copy(self._parts)
         except (RuntimeError, MemoryError) as error:  # there is no room for the copy
@@ -205,9 +205,9 @@ class Checkpointer(Saver):
         def written(outcome: int | Exception, write_s: float) -> None:
             if isinstance(outcome, Exception):
                 return self._lack(step, why=outcome)
-            self._notes.later(
+            self.notes.later(
                 partial(
-                    self._notes.reporter.event,
+                    self.notes.reporter.event,
                     "checkpoint",
                     step=step,
                     num_bytes=outcome,
@@ -224,7 +224,7 @@ class Checkpointer(Saver):
         # `saved_step` stays, so that `finish` saves the last step if this was it.
         self.timing.saved(step, is_complete=False)
         if self.rank == 0:
-            self._ledger.begin(step, ranks={0})
+            self.ledger.begin(step, ranks={0})
         self._lack(step, why=reason)
 
     def finish(self) -> None:
@@ -235,20 +235,20 @@ class Checkpointer(Saver):
     @property
     def is_pending(self) -> bool:
         """True in rank 0 while not all ranks have reported on the last checkpoint."""
-        return bool(self._ledger.missing)
+        return bool(self.ledger.missing)
 
     def lose(self, peer: int) -> None:
         """Count a rank as gone that the run continues without. Only rank 0 calls it."""
         # No report of it will come: what it was to save counts as lost, or nothing is agreed any
         # more.
-        for step, ranks in self._ledger.missing.items():
+        for step, ranks in self.ledger.missing.items():
             if peer in ranks:
                 self.take_report(peer, step, CheckpointMessage.FAILED)
 
     def settle(self, is_urgent: bool = True) -> None:
         """Block until this rank has written what it began; see CheckpointWriter.wait."""
         self.writer.wait(is_urgent)
-        self._notes.flush()
+        self.notes.flush()
 
     def close(self, is_finished: bool) -> None:
         """Block until what was begun and agreed is written.
@@ -257,7 +257,7 @@ class Checkpointer(Saver):
         kept.
         """
         self.writer.close()
-        self._notes.flush()
+        self.notes.flush()
         if is_finished:
             with contextlib.suppress(OSError):
                 self.writer.folder.prune(self.rank, keep=1, places=self.writer.places)
@@ -275,7 +275,7 @@ class Checkpointer(Saver):
             out.send(MessageKey(kind=Kind.CHECKPOINT, step=step), (told,), CHECKPOINT_CARRIES)
 
     def _lack(self, step: int, why: Exception | str) -> None:
-        self._notes.later(partial(self._notes.lost, step, why))
+        self.notes.later(partial(self.notes.lost, step, why))
         failed = CheckpointMessage.FAILED
         self.writer.later(lambda: self._tell(0, step=step, message=failed))
 
@@ -285,8 +285,8 @@ class Checkpointer(Saver):
         # (`writer.later`), and events are written by the training thread (`Notes.flush`).
         message = CheckpointMessage(code)
         if message is CheckpointMessage.STOP:
-            if self.rank == 0 and not (self._stops or self._asked.was_asked):
-                self._notes.later(partial(self._notes.reporter.event, "stop_asked", of=peer))
+            if self.rank == 0 and not (self._stops or self.asked.was_asked):
+                self.notes.later(partial(self.notes.reporter.event, "stop_asked", of=peer))
             self._stops = True
         # From any other rank these would delete checkpoints in rank 0's name.
         elif self.rank == 0 and message in _OF_RANK_0:
@@ -299,7 +299,7 @@ class Checkpointer(Saver):
             self.writer.later(lambda: self._agree(step))
         elif message is CheckpointMessage.LOST:
             self.writer.later(partial(self.writer.folder.delete_lost, step, self.rank))
-        elif reports := self._ledger.report(
+        elif reports := self.ledger.report(
             peer, step, is_written=message is CheckpointMessage.DONE
         ):
             if all(reports.values()):
@@ -316,25 +316,25 @@ class Checkpointer(Saver):
 
     def _agree(self, step: int, held_by: Collection[int] = ()) -> None:
         folder = self.writer.folder
-        later = self._notes.later
+        later = self.notes.later
         if self.rank not in folder.ranks(step):  # or what is there would be pruned for nothing
-            return later(partial(self._notes.lost, step, "agreed on, but its part is not here"))
+            return later(partial(self.notes.lost, step, "agreed on, but its part is not here"))
         try:
             # A mark first, then the older ones go: a crash between the two leaves one too many,
             # never one too few. `held_by` tells a resumed one-way job which producers were lost
             # before.
             folder.mark_agreed(step, rank=self.rank, facts={"held_by": sorted(held_by)})
         except OSError as error:
-            return later(partial(self._notes.lost, step, error))
+            return later(partial(self.notes.lost, step, error))
         try:
             folder.prune(self.rank, keep=self.timing.settings.keep, places=self.writer.places)
         except OSError as error:
             text = f"old checkpoints cannot be deleted ({error}) and fill the disk"
-            later(partial(self._notes.once, text, "prune"))
+            later(partial(self.notes.once, text, "prune"))
 
     def _note_if_slow(self, step: int) -> None:
-        for begun, ranks in self._ledger.missing.items():
-            self._notes.once(
+        for begun, ranks in self.ledger.missing.items():
+            self.notes.once(
                 f"at step {step} a checkpoint is due, and that of step {begun} is still being "
                 f"written by rank {', '.join(map(str, sorted(ranks)))}; they are made as often "
                 "as the disk allows",

@@ -138,7 +138,7 @@ class CheckpointWriter:
         self.rank = rank
         self.places = about.get("places")
         self._about = dict(about)
-        self._buffer = SnapshotBuffer()
+        self.buffer = SnapshotBuffer()
         self.is_writing = self._is_prepared = False
         self._is_needed_now = threading.Event()  # the buffer, however far it is
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -153,14 +153,14 @@ class CheckpointWriter:
         with contextlib.suppress(RuntimeError, MemoryError):  # the copy itself will say so
             num_bytes = bytes_to_copy(lambda: states_of(parts))
             self._is_needed_now.clear()
-            self.later(lambda: self._buffer.enlarge(num_bytes, stop=self._is_needed_now))
+            self.later(lambda: self.buffer.enlarge(num_bytes, stop=self._is_needed_now))
 
     def copy(self, parts: StateTree) -> State:
         """Copy the state. Raises RuntimeError or MemoryError where there is no room for it."""
         self._is_prepared = False
         # Inside, whatever `states_of` reads goes into the buffer of the last copy, which must be
         # written by now (`Checkpointer.save` waits for it).
-        with self._buffer.snapshot():
+        with self.buffer.snapshot():
             return states_of(parts)
 
     def write(

@@ -58,11 +58,11 @@ class PreferenceTuningAtRank(FeatureAtRank):
     def __init__(self, context: RankContext[PipelineJob], feature: Feature) -> None:
         super().__init__(context, feature)
         self._last = context.job.cluster.num_stages - 1
-        self._loss = PreferenceLoss(cast(Preferences, context.job.task).beta)
+        self.loss = PreferenceLoss(cast(Preferences, context.job.task).beta)
 
     def build_context(self, stage: int, group: RankGroup, context: BuildContext) -> BuildContext:
         if stage == self._last:
-            return replace(context, document_loss=self._loss)
+            return replace(context, document_loss=self.loss)
         return context
 
     def complete(self, built: BuiltRank, pipeline: Pipeline) -> None:
@@ -85,7 +85,7 @@ class PreferenceTuningAtRank(FeatureAtRank):
             data.reference[split] = predicted(
                 pipeline, built.wiring.groups, data, split=split, pieces=of, step=0
             )
-        self._loss.reference = data.reference["train"]
+        self.loss.reference = data.reference["train"]
         built.wiring.barrier()
 
 

@@ -213,8 +213,8 @@ class LocalRounds(Exchange):
     Where merges are elastic, the first rank of each cloud carries all of its values across. A
     replica that was late skips the steps up to the server's.
 
-    The plain case, of one fragment and without overlap, is `after_update`, `_start`, `_apply` and
-    `_move`: the lines at the head of outer_optimizer.py.
+    The plain case, of one fragment and without overlap, is `after_update`, `start_round`, `_apply`
+    and `_move`: the lines at the head of outer_optimizer.py.
     """
 
     def __init__(self, averaging: LocalUpdates, replicas: Replicas) -> None:
@@ -232,11 +232,11 @@ class LocalRounds(Exchange):
             )
         # A rank of frozen stages trains nothing, and has no fragment.
         runs = contiguous(sizes, count=averaging.fragments) if names else []
-        self._fragments = [
+        self.fragments = [
             self._fragment([names[position] for position in run], number)
             for number, run in enumerate(runs)
         ]
-        averagers = [fragment.averager for fragment in self._fragments]
+        averagers = [fragment.averager for fragment in self.fragments]
         if not averaging.late.is_elastic:
             # Before the first round replicas must be equal: a merge is of changes, and would hide
             # it.
@@ -256,32 +256,33 @@ class LocalRounds(Exchange):
         averaging = self._settings
         is_last = step == self._replicas.last_step
         done = float(work.num_samples) if averaging.weigh == "samples" else work.weight
-        for fragment in self._fragments:
+        for fragment in self.fragments:
             if not self.is_idle(step):
                 fragment.work += done
             # Bounds go by the files of this cloud: what another says of its work is held against
             # them.
             for replica in range(len(fragment.max_work)):
                 fragment.max_work[replica] += self._max_work(replica, step)
-        under_way = [fragment for fragment in self._fragments if fragment.under_way]
+        under_way = [fragment for fragment in self.fragments if fragment.under_way]
         for fragment in sorted(under_way, key=lambda fragment: fragment.under_way):  # as sent
             if step - fragment.under_way >= averaging.overlap or is_last:
                 self._apply(fragment, averaging.mix)
-        for fragment in self._fragments:
+        for fragment in self.fragments:
             # The order of merges, within a step and from step to step, is the same in all
             # replicas.
             if is_last or (step % averaging.every == fragment.offset):
-                self._start(fragment, step)
+                self.start_round(fragment, step)
                 # One after the other: links have room for those of `overlap`, not for all.
                 if is_last or not averaging.overlap:
                     self._apply(fragment, mix=0.0 if is_last else averaging.mix)
-        for fragment in self._fragments:
+        for fragment in self.fragments:
             fragment.averager.end_step(step, is_last=is_last)
         self.budget.end_step(step, num_tokens=work.weight)
         if is_last:
             self.compare(step)
 
-    def _start(self, fragment: _Fragment, step: int) -> None:
+    def start_round(self, fragment: _Fragment, step: int) -> None:
+        """Send what a fragment has changed since its last round."""
         fragment.sent = fragment.work
         fragment.work = 0.0
         fragment.max_sent = fragment.max_work
@@ -356,12 +357,12 @@ class LocalRounds(Exchange):
             self._replicas.compare(step, self._replicas.group)
 
     def resume(self, step: int) -> int:
-        (fragment,) = self._fragments
+        (fragment,) = self.fragments
         fragment.under_way = 0
         return self._apply_of_server(fragment, fragment.averager.resume(step))
 
     def children(self) -> StateTree:
-        fragments = {str(number): fragment for number, fragment in enumerate(self._fragments)}
+        fragments = {str(number): fragment for number, fragment in enumerate(self.fragments)}
         return {"budget": self.budget, **fragments}
 
     def _fragment(self, names: list[str], number: int) -> _Fragment:

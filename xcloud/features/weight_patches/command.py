@@ -73,7 +73,7 @@ def follow(words: Sequence[str]) -> None:
     )
     # Two followers of one folder would replace each other's weights.
     with owned(arguments.folder, advice="another command writes there; give --as another folder"):
-        _keep_current(follower, folder, arguments, context, url=url)
+        keep_current(follower, folder, arguments, context, url=url)
 
 
 def protection(job: PipelineJob) -> Protect:
@@ -89,13 +89,14 @@ def protection(job: PipelineJob) -> Protect:
     return opening(keys, job.cluster.stage_cloud)
 
 
-def _keep_current(
+def keep_current(
     follower: Follower,
     folder: FollowedFolder,
     arguments: argparse.Namespace,
     context: BuildContext,
     url: str,
 ) -> None:
+    """Keep a folder at the newest weights of a run until its last update."""
     num_said = 0
     news_at_s = time.monotonic()
     while True:

@@ -99,7 +99,7 @@ class Follower:
             there = {one: stored for one, stored in listed.items() if one not in left_out}
             route = best_route(there, self._at(), self._num_stages)
             if route is None:
-                self._note_gap(listed)
+                self.note_gap(listed)
                 return None
             # Taken over for all stages at once or not at all: a folder never has stages of two
             # steps.
@@ -174,7 +174,7 @@ class Follower:
             is_last=all(weights.head.is_last for weights in self.weights.values()),
         )
 
-    def _note_gap(self, there: Mapping[WeightObject, Stored]) -> None:
+    def note_gap(self, there: Mapping[WeightObject, Stored]) -> None:
         """Note whether there are newer weights that nothing leads to."""
         attempt = max((one.attempt for one in there), default=0)
         by_stage = [
