@@ -207,6 +207,27 @@ def test_of_a_full_relay_who_waits_longest_makes_room_and_who_is_served_stays() 
             served.recv(1)
 
 
+@pytest.mark.parametrize(("silent_s", "hosts"), [(60.0, "2222"), (0.0, "2345")])
+def test_of_a_full_relay_who_says_nothing_makes_room_before_who_waits(
+    silent_s: float, hosts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crowd of silent strangers keeps nobody out, from one address or each from another."""
+    monkeypatch.setattr(relays, "SILENT_S", silent_s)
+    with relay_running(Bounds(connections=5)) as port, ExitStack() as held:
+        mine = [held.enter_context(waiting(port))]
+        silent = []
+        for host in hosts:
+            source = (f"127.0.0.{host}", 0)
+            plain = socket.create_connection((LOCAL, port), timeout=10.0, source_address=source)
+            silent.append(held.enter_context(plain))
+        mine += [held.enter_context(waiting(port, room=bytes([n]) * 32)) for n in (2, 3)]
+        assert all(ended(plain) for plain in silent[:2])
+        for plain in mine:
+            plain.settimeout(0.02)
+            with pytest.raises(TimeoutError):
+                plain.recv(1)
+
+
 def test_addresses_are_counted_by_owner() -> None:
     crowds = [relays.crowd_of((host, 1)) for host in ("192.0.2.7", "::ffff:192.0.2.7")]
     assert crowds == ["192.0.2.7", "192.0.2.7"]

@@ -27,6 +27,9 @@ from xcloud.line.pinned_tls import in_words
 from xcloud.line.relayed import MAGIC, MET, RECORD, REFUSED, SAYS_EVERY_S, WAITING, Side
 
 RECORD_S = 5.0
+SILENT_S = 1.0
+"""How long who has dialled may say no room before it makes room for others: an owner's rank says
+it at once."""
 _READ_BYTES = 1 << 16
 _OWN_FILES = 64
 
@@ -55,6 +58,7 @@ class _RelayedCaller:
     """Somebody who has dialled.
 
     crowd: the address from which it comes.
+    since_s: the moment at which it came.
     room: the room in which it waits, and whether on the side of those who dial.
     met: gets who came to the other side of the room.
     parted: is set once nothing passes any more.
@@ -63,6 +67,7 @@ class _RelayedCaller:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     crowd: str
+    since_s: float = field(default_factory=time.monotonic)
     room: tuple[bytes, bool] | None = None
     met: asyncio.Future[_RelayedCaller] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
@@ -79,7 +84,8 @@ class Relay:
 
     bounds: Bounds = field(default_factory=Bounds)
     _crowds: Counter[str] = field(default_factory=Counter)
-    # The oldest first.
+    # The oldest first, here and in each room.
+    _silent: dict[_RelayedCaller, None] = field(default_factory=dict)
     _rooms: dict[tuple[bytes, bool], dict[_RelayedCaller, Side]] = field(default_factory=dict)
     _say: OnceAMinute = field(
         default_factory=lambda: OnceAMinute(lambda text: say(text, error=True))
@@ -113,12 +119,21 @@ class Relay:
             return True
         if self._crowds.total() <= self.bounds.connections:
             return False
-        # The oldest of the largest crowd that waits makes room; who is served stays.
+        # Who has said no room for a second makes room, else the oldest of the largest crowd that
+        # says nothing or waits; who is served stays.
         waiting = [one for room in self._rooms.values() for one in room]
-        if not waiting:
+        if not (self._silent or waiting):
             self._say(f"refused: there are {self.bounds.connections} connections")
             return True
-        oldest = max(waiting, key=lambda one: self._crowds[one.crowd])
+        late_s = time.monotonic() - SILENT_S
+        oldest = max(
+            [*self._silent, *waiting],
+            key=lambda one: (
+                one in self._silent and one.since_s < late_s,
+                self._crowds[one.crowd],
+            ),
+        )
+        self._silent.pop(oldest, None)
         self._forget(oldest)
         oldest.end()
         return False
@@ -126,8 +141,12 @@ class Relay:
     async def _meet(self, caller: _RelayedCaller) -> None:
         """Find out for which room somebody came, and pass on what those in it say."""
         # Nobody proves to a relay that they may use it: who says no room in time is closed.
-        async with asyncio.timeout(RECORD_S):
-            magic, number, room = RECORD.unpack(await caller.reader.readexactly(RECORD.size))
+        self._silent[caller] = None
+        try:
+            async with asyncio.timeout(RECORD_S):
+                magic, number, room = RECORD.unpack(await caller.reader.readexactly(RECORD.size))
+        finally:
+            self._silent.pop(caller, None)
         if magic != MAGIC or number not in [*Side]:
             return
         side = Side(number)
