@@ -156,13 +156,10 @@ def _uses(plain: Mapping[str, Any], me: str | None) -> Iterator[str]:
     """
     known = this_clouds_policy().constructors
     targets = targets_of(plain)
-
-    def may_import(target: object) -> bool:
-        return target in constructors() or target in known
-
     # The order of uses is that of places_of; a command is seldom there, so only one that is asked
     # for is shown.
-    for use, names in places_of(plain, may_import).items():
+    found = places_of(plain, lambda target: target in constructors() or target in known)
+    for use, names in found.items():
         if use == "line":
             yield from _lines(plain, me)
         elif use != "command" or names:

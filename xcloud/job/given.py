@@ -124,11 +124,9 @@ def read_to_approve(path: Path) -> ToApprove:
     Raises ConfigError for what is no experiment file.
     """
     found: list[str] = []
-
-    def note(data: bytes, _: Path) -> None:
-        found.append(hashlib.sha256(data).hexdigest())
-
-    config = read_config(path, approve=note)
+    config = read_config(
+        path, approve=lambda data, _: found.append(hashlib.sha256(data).hexdigest())
+    )
     policy = this_clouds_policy()
     settings, refusals = _refusals(config, policy, run_dir=path.absolute().parent)
     refusal = None

@@ -17,7 +17,7 @@ import json
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -456,9 +456,7 @@ def load_weights(
     base = f"{network.base_model_prefix}."
     is_tied = read_config(name_or_path).tie_word_embeddings
     filled = set[str]()
-
-    def place_of(name: str) -> str:
-        return place_in(files, network, name, is_tied=is_tied)
+    place_of = partial(place_in, files, network, is_tied=is_tied)
 
     def kind_at_end(name: str) -> WeightFormat:
         if weights is None or weights in PACKED:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, cast
@@ -264,10 +265,7 @@ class CausalStage(Stage):
         # kept keys and values need samples, of equal length, side by side.
         num_samples = 1 if past is None else len(packing.counts)
         documents = Documents(packing, device) if past is None else None
-
-        def grid(tensor: Tensor) -> Tensor:
-            return torch.unflatten(tensor, 0, (num_samples, -1))
-
+        grid = partial(torch.unflatten, dim=0, sizes=(num_samples, -1))
         made_BSH = run(
             self.network,
             places_BS=grid(bring(packing.positions, device)),

@@ -6,7 +6,7 @@ Shapes: B samples, S source positions, T target positions, bos and eos included.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -143,12 +143,12 @@ class Translation(TextTask):
         return TranslationData(task=self, corpus=corpus, fields=fields)
 
 
+@dataclass(eq=False)
 class TranslationText(Tokenized):
     """Encode and decode the available sides; needs no corpus."""
 
-    def __init__(self, tokenizers: Mapping[str, Tokenizer], max_length: int) -> None:
-        self._tokenizers = tokenizers
-        self._max_length = max_length
+    _tokenizers: Mapping[str, Tokenizer]
+    _max_length: int
 
     @staticmethod
     def load(folder: Path, max_length: int) -> TranslationText:
@@ -157,7 +157,7 @@ class TranslationText(Tokenized):
         found = {key: Tokenizer.load(path) for key, path in paths.items() if path.exists()}
         if not found:
             raise DataError(f"{folder}: no source_tokenizer.json or target_tokenizer.json here")
-        return TranslationText(tokenizers=found, max_length=max_length)
+        return TranslationText(found, max_length)
 
     def table(self, key: str, texts: Sequence[str]) -> TokenTable:
         # A side is a single text: bos, tokens, eos.
