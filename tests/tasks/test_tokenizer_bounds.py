@@ -71,6 +71,19 @@ BOMBS: dict[str, dict[str, Any]] = {
         "pre_tokenizer": {"type": "Split", "pattern": {"Regex": r"(?:a+)+$"}}
     },
     "another": {"normalizer": replace(r"(a|aa)*b", "", kind="Regex")},
+    # The same, as the engine of `tokenizers` reads it too.
+    **{
+        f"spelled {pattern}": {"normalizer": replace(pattern, "", kind="Regex")}
+        for pattern in (
+            "(a{1,9}){1,99}b",
+            "(a+){20}b",
+            "(a+)?+b",
+            "(?x)(a+) +b",
+            "(?ix:(a+) +)b",
+            "(a+)(?#x)+b",
+            r"(?<x>a+){0}\g<x>+b",
+        )
+    },
 }
 
 
@@ -98,7 +111,8 @@ def test_what_is_common_is_taken() -> None:
     gpt = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
     llama = r"(?i:'s|'t|'re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|\s*[\r\n]+|\s+(?!\S)|\s+"
     bloom = " ?[^(\\s|[.,!?\u2026])]+"
-    for pattern in (gpt, llama, bloom, " {2,}"):
+    thousands = r"\d{1,3}(?=(?:\d{3})+\b)"
+    for pattern in (gpt, llama, bloom, thousands, " {2,}"):
         check_growth({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": pattern}}})
     albert = sequence(
         replace("``", '"'), replace("''", '"'), {"type": "NFKD"}, {"type": "StripAccents"},

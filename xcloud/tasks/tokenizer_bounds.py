@@ -26,8 +26,11 @@ NORMALIZERS = frozenset(
 )
 """Those whose growth is known: of what is not Replace, Prepend or Precompiled a letter at most 18
 times, and once more is no more."""
-_QUANTIFIED_GROUP = re.compile(r"\)(?:[*+]|\{\d+,\})")
-_QUANTIFIER = re.compile(r"[*+]|\{\d+,\d*\}")
+_QUANTIFIED_GROUP = re.compile(r"\)\??(?:[*+]|\{\d*,?\d*\})")
+_QUANTIFIER = re.compile(r"[*+]|\{\d*,\d*\}")  # a fixed number is taken in one way
+_UNSEEN = re.compile(r"\\[gk][<']|\(\?#|\(\?[a-wyz-]*x")
+"""What has a group again elsewhere, or lets a repetition stand apart from its group: calls,
+references by name, comments, and patterns with blanks."""
 
 
 def check_growth(content: Mapping[str, Any]) -> None:
@@ -166,8 +169,13 @@ def _pieces(content: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _check_pattern(pattern: str) -> None:
-    """Raise DataError for a group that is repeated without end and repeats something itself, which
-    may take longer than anybody waits."""
+    """Raise DataError for a group that is repeated and repeats something itself, which may take
+    longer than anybody waits."""
+    if unseen := _UNSEEN.search(pattern):
+        raise DataError(
+            f"this tokenizer has a pattern that may take long: {pattern!r:.100} has "
+            f"{unseen[0]!r}, behind which a group may be repeated unseen"
+        )
     opened: list[int] = []
     is_in_set = False
     place = 0
