@@ -9,6 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.http_server import QuietHandler, serving
+from tests.runs import ROOT
 from tests.vllm_server import VllmServer
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.features.weight_patches.reload import Command, Vllm, server_of
@@ -24,6 +26,34 @@ def test_a_whole_model_is_read_while_requests_are_held(
     assert server.requests == ["/pause", "/collective_rpc", "/resume"]
     assert set(server.keys) == {"Bearer s3cr3t"}
     assert [weights["w"].tolist() for weights in server.loaded] == [[1, 1]]
+
+
+def test_no_secret_and_no_success_follows_a_redirect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "s3cr3t")
+    came: list[str | None] = []
+
+    class Elsewhere(QuietHandler):
+        def do_GET(self) -> None:
+            came.append(self.headers["Authorization"])
+            self.send_response(200)
+            self.end_headers()
+
+    with serving(Elsewhere) as elsewhere:
+
+        class Redirects(QuietHandler):
+            def do_POST(self) -> None:
+                self.send_response(302)
+                self.send_header("Location", f"{elsewhere}/x")
+                self.end_headers()
+
+        with serving(Redirects) as url, pytest.raises(DataError, match="redirected to http"):
+            Vllm(url).reload(tmp_path)
+    assert came and set(came) == {None}
+    for file in (ROOT / "xcloud").rglob("*.py"):  # wherever else one is sent
+        for line in file.read_text().splitlines():
+            assert '"Authorization"' not in line or "add_unredirected_header" in line, file
 
 
 def test_adapters_are_loaded_under_the_name_of_the_folder(tmp_path: Path) -> None:

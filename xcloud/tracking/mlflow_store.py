@@ -271,11 +271,11 @@ class Store:
         page = f"{self.tracking_uri.rstrip('/')}/api/2.0/mlflow/experiments/get-by-name?{named}"
         request = urllib.request.Request(page)
         if token := os.environ.get("MLFLOW_TRACKING_TOKEN"):
-            request.add_header("Authorization", f"Bearer {token}")
+            request.add_unredirected_header("Authorization", f"Bearer {token}")
         elif user := os.environ.get("MLFLOW_TRACKING_USERNAME"):
             both = f"{user}:{os.environ.get('MLFLOW_TRACKING_PASSWORD', '')}"
             coded = base64.b64encode(both.encode()).decode()
-            request.add_header("Authorization", f"Basic {coded}")
+            request.add_unredirected_header("Authorization", f"Basic {coded}")
         try:
             with urllib.request.urlopen(request, timeout=5.0) as answer:
                 return str(parsed_json(answer.read(10**6))["experiment"]["lifecycle_stage"])

@@ -56,19 +56,24 @@ class Vllm(Server):
             self._post("/resume")
 
     def _post(self, path: str, body: dict[str, object] | None = None) -> None:
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("VLLM_API_KEY"):
-            headers["Authorization"] = f"Bearer {key}"
         data = b"" if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"{self.url}{path}", data, headers)
+        request = urllib.request.Request(
+            f"{self.url}{path}", data, {"Content-Type": "application/json"}
+        )
+        if key := os.environ.get("VLLM_API_KEY"):
+            # A redirect may lead to somebody else, who is not sent the key.
+            request.add_unredirected_header("Authorization", f"Bearer {key}")
         try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT_S):
-                pass
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+                came_from = answer.url
         except urllib.error.HTTPError as error:
             said = error.read(300).decode(errors="replace")
             raise DataError(f"{request.full_url} answers {error.code}: {said}") from error
         except (OSError, HTTPException) as error:
             raise DataError(f"{request.full_url} cannot be reached: {error}") from error
+        # urllib turns what is redirected into a GET, which lets nobody read weights.
+        if came_from != f"{self.url}{path}":
+            raise DataError(f"{self.url}{path} is redirected to {came_from}: give that address")
 
 
 @dataclass(frozen=True)
