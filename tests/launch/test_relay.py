@@ -228,6 +228,18 @@ def test_of_a_full_relay_who_says_nothing_makes_room_before_who_waits(
                 plain.recv(1)
 
 
+def test_a_relay_that_brings_nobody_is_dialled_again_after_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(relayed, "NUM_SPARES", 1)
+    dialled: list[Any] = []
+    monkeypatch.setattr(relayed, "enter", lambda *_, **named: dialled.append(named) or object())
+    door = relayed.RelayDoor(Meeting((LOCAL, 1), (ROOM,)), greet=lambda *_: None)
+    time.sleep(0.05)
+    door.close()
+    assert len(dialled) == 1
+
+
 def test_addresses_are_counted_by_owner() -> None:
     crowds = [relays.crowd_of((host, 1)) for host in ("192.0.2.7", "::ffff:192.0.2.7")]
     assert crowds == ["192.0.2.7", "192.0.2.7"]

@@ -163,8 +163,9 @@ class RelayDoor:
                 if self._is_closed.is_set():
                     plain.shutdown(socket.SHUT_RDWR)
 
+            met: socket.socket | None = None
             try:
-                plain = enter(
+                met = enter(
                     self._meeting.relay,
                     room=room,
                     side=Side.LISTENS,
@@ -173,9 +174,10 @@ class RelayDoor:
                 )
             except LineDown as error:
                 self.trouble = str(error)
-                self._is_closed.wait(max(0.0, begun_s + _AGAIN_S - time.monotonic()))
-                continue
             finally:
                 with self._lock:
                     self._waiting.difference_update(held)
-            self._greet(plain, f"the relay {host}:{port}")
+            if met is not None:
+                self._greet(met, f"the relay {host}:{port}")
+            # Also after a meeting: a relay may say "met" at once and bring nobody.
+            self._is_closed.wait(max(0.0, begun_s + _AGAIN_S - time.monotonic()))
