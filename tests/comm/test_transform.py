@@ -2,6 +2,7 @@
 
 import copy
 import math
+import struct
 
 import numpy as np
 import pytest
@@ -145,6 +146,46 @@ def test_a_small_message_after_a_large_one_costs_little() -> None:
     assert num_bytes < usual / 10
     seen, num_bytes = crossed(sender, receiver, 1000 * small)
     assert seen.isfinite().all() and num_bytes <= 80 * H + 700
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-25, 1e25])
+@pytest.mark.parametrize("messages", [1, 8])
+def test_small_rows_of_a_gradient_do_not_all_round_to_zero(messages: int, size: float) -> None:
+    errors = []
+    for gradients in (False, True):
+        sender, receiver = (Transform(0.8, gradients=gradients) for _ in range(2))
+        for number in range(messages):
+            tensor = rows(80, seed=number) - torch.arange(H) / H
+            tensor[40:] /= 30
+            tensor[79] = 0
+            seen, _ = crossed(sender, receiver, tensor * size)
+        errors.append(relative_error(tensor[40:], seen[40:] / size))
+        assert relative_error(tensor[:40], seen[:40] / size) < 0.5
+    assert (sender.basis is not None) == (messages == 8 and size == 1)
+    assert errors[1] < 0.85 < 0.95 < errors[0]
+    assert not seen[79].any(), "no gradient is none"
+
+
+def test_what_gradients_of_earlier_updates_had_in_common_is_no_gradient_of_this_one() -> None:
+    sender, receiver = (Transform(1.0, gradients=True) for _ in range(2))
+    for number in range(8):
+        crossed(sender, receiver, rows(80, seed=number))
+    tensor = torch.zeros(80, H)
+    tensor[0, 0] = 9.0
+    seen, _ = crossed(sender, receiver, tensor)
+    assert sender.basis is not None and not seen[1:].any()
+
+
+def test_a_row_that_is_beyond_all_octaves_is_refused() -> None:
+    codes = np.array([[1, 0, 15]], dtype=np.int32)
+    coded = bit_planes.encode(codes, [0, 2, 3])
+    assert coded is not None
+    head = struct.pack("<BBHf", 2, 0, 0, 1.0)
+    data = np.concatenate([np.frombuffer(head, dtype=np.uint8), coded])
+    with pytest.raises(FrameError, match="more than 14 octaves"):
+        Transform(gradients=True).decompress(
+            (torch.from_numpy(data),), TensorSpec((1, 2), torch.float32)
+        )
 
 
 @pytest.mark.parametrize("what", ["none", "another width", "not first"])

@@ -39,6 +39,7 @@ _REST = 0.85  # steps from which what components leave of a feature is sent
 _DEAD = 1 / 6  # of a step, that a component is made smaller before it is rounded
 _FADE = 0.1  # weight of a message in the running mean square
 _NEAR = 64.0  # times that a message's mean square may differ from it
+_MOST_OCTAVES = 14  # that a row of a gradient may be smaller or larger than usual
 _CLASSES_PER_OCTAVE = 2
 _NUM_CLASSES = 16
 _FEW_ROWS = 16  # their features are one class
@@ -115,6 +116,11 @@ class Transform(Compressor):
 
     step: bytes against error. 2.2 costs rows of MiniLM 23 bytes a token at a quarter of the
         variance, its gradients 9, whose usual step is larger.
+    gradients: true codes rows as gradients want it. No mean is taken off: most rows round to
+        zero, and all of them would be given what gradients of earlier updates had in common. Rows
+        are evened: one of norm n is coded as one of norm sqrt(n * usual), so that small rows do
+        not always round to zero. usual: root mean square of the message's norms. How many octaves
+        n is from it crosses as one more column of codes, 0 where a row rounds to zero.
     """
 
     family: ClassVar[Family] = "precision"
@@ -124,6 +130,7 @@ class Transform(Compressor):
                  "mean", "codes", "classes")  # fmt: skip
 
     step: Annotated[float, Field(ge=0.05, le=64.0)] = 2.2
+    gradients: bool = False
 
     def __post_init__(self) -> None:
         self.seen = 0  # rows that the moments are of, since the run began
@@ -156,7 +163,8 @@ class Transform(Compressor):
             return self._message(spec, kind=_NOTHING, device=tensor.device)
         # Squares would leave float32's range, so this message carries a unit of its own.
         if not _RANGE[0] < largest < _RANGE[1]:
-            return self._alone(spec, matrix_RH / largest, unit=largest)
+            return self._alone(spec, *self._evened(matrix_RH / largest), unit=largest)
+        matrix_RH, octaves_R1 = self._evened(matrix_RH)
         if self._may_have_basis(num_features) and self.features in (0, num_features):
             # Before the message is coded, and from what is meant, not from what the receiver sees:
             # the basis is the sender's business, who sends it.
@@ -165,8 +173,18 @@ class Transform(Compressor):
         # component.
         has_rows_enough = self.basis is not None or self.seen >= _ROWS_PER_FEATURE * self.features
         if self.features != num_features or not has_rows_enough:
-            return self._alone(spec, matrix_RH, unit=1.0)
-        return self._in_basis(spec, matrix_RH)
+            return self._alone(spec, matrix_RH, octaves_R1, unit=1.0)
+        return self._in_basis(spec, matrix_RH, octaves_R1)
+
+    def _evened(self, matrix_RH: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return rows as they are coded, and by how many octaves they are below usual [R, 1]."""
+        if not self.gradients:
+            return matrix_RH, None
+        norms_R1 = torch.linalg.vector_norm(matrix_RH, dim=1, keepdim=True)
+        usual = norms_R1.square().mean().sqrt()
+        octaves_R1 = torch.log2(usual / norms_R1.clamp_min(usual * 2.0**-_MOST_OCTAVES)).round()
+        octaves_R1 = octaves_R1.clamp_min(-_MOST_OCTAVES)
+        return matrix_RH * 2 ** (octaves_R1 / 2), octaves_R1
 
     def decompress(self, parts: Tensors, spec: TensorSpec) -> Tensor:
         device = parts[0].device
@@ -188,9 +206,12 @@ class Transform(Compressor):
         if not 0 < delta < math.inf:
             raise FrameError(f"the step of a message is {delta}")
         if kind == _ALONE:
-            mean_H, codes_RH = _decode_alone(rest, spec)
-            seen = torch.from_numpy(codes_RH).to(device, wide(spec.dtype)) * delta
-            return _narrowed(seen + mean_H.to(seen), spec)
+            mean_H, order_H, edges, rest = _alone_head(rest, spec)
+            codes, sizes_R1 = self._decoded(rest, num_rows, edges)
+            values_RH = torch.from_numpy(codes).to(device, wide(spec.dtype)) * delta
+            seen = torch.empty_like(values_RH)
+            seen[:, torch.from_numpy(order_H).to(device)] = values_RH
+            return _narrowed((seen + mean_H.to(seen)) * sizes_R1.to(seen), spec)
         if kind == _WITH_BASIS and self._may_have_basis(num_features):
             basis, rest = _unpacked(rest, number, num_components, num_features)
             self.basis = basis  # later messages name it by its number alone
@@ -199,12 +220,25 @@ class Transform(Compressor):
         known = self.basis
         if known is None or known.number != number or len(known.mean_H) != num_features:
             raise FrameError(f"basis {number} of {num_features} features has not come")
-        codes = bit_planes.decode(rest, num_rows=num_rows, edges=known.edges(num_features))
+        codes, sizes_R1 = self._decoded(rest, num_rows, known.edges(num_features))
         values = torch.from_numpy(codes).to(device, wide(spec.dtype)) * delta
         values_RK, rest_RH = torch.split(values, [len(known.codes_KH), num_features], dim=1)
         rest_RH = rest_RH + known.mean_H.to(values)
         seen = torch.addmm(rest_RH, values_RK, known.rows_KH.to(values))
-        return _narrowed(seen, spec)
+        return _narrowed(seen * sizes_R1.to(seen), spec)
+
+    def _decoded(
+        self, rest: Bytes, num_rows: int, edges: list[int]
+    ) -> tuple[npt.NDArray[np.int32], Tensor]:
+        """Return the codes of a message, and by what each row is to be multiplied [R, 1]. Raises
+        FrameError."""
+        if not self.gradients:
+            return bit_planes.decode(rest, num_rows, edges), torch.ones(1, 1)
+        codes = bit_planes.decode(rest, num_rows, [*edges, edges[-1] + 1])
+        octaves_R1 = codes[:, -1:]
+        if (np.abs(octaves_R1) > _MOST_OCTAVES).any():
+            raise FrameError(f"a row is more than {_MOST_OCTAVES} octaves from usual")
+        return codes[:, :-1], 2.0 ** (-torch.from_numpy(octaves_R1).double() / 2)
 
     def _may_have_basis(self, num_features: int) -> bool:
         return 2 <= num_features <= MAX_FEATURES
@@ -230,7 +264,7 @@ class Transform(Compressor):
         """Return the components of the moments, and halve these."""
         assert self._moments_HH is not None
         moments_HH = self._moments_HH / self._moments_HH[-1, -1]
-        mean_H = moments_HH[-1, :-1]
+        mean_H = moments_HH[-1, :-1] * (not self.gradients)
         # The last row and column of the moments are sums of the ones: the mean.
         covariance_HH = moments_HH[:-1, :-1] - torch.outer(mean_H, mean_H)
         values_H, vectors_HH = torch.linalg.eigh(covariance_HH)
@@ -248,7 +282,7 @@ class Transform(Compressor):
         classes = torch.from_numpy(_classes(sd_H[:num_kept].numpy()))
         return _Basis(number, mean_H=mean_H.float(), codes_KH=codes_KH, classes_K=classes)
 
-    def _in_basis(self, spec: TensorSpec, matrix_RH: Tensor) -> Tensors:
+    def _in_basis(self, spec: TensorSpec, matrix_RH: Tensor, octaves_R1: Tensor | None) -> Tensors:
         is_first = self.basis is None
         basis = self._measured() if self.basis is None else self.basis
         own = float((matrix_RH - basis.mean_H.to(matrix_RH)).square().mean())
@@ -256,13 +290,13 @@ class Transform(Compressor):
         usual = min(max(self._mean_square, own / _NEAR), own * _NEAR)
         self._mean_square = usual + _FADE * (own - usual)
         delta = self.step * math.sqrt(self._mean_square)
-        used, coded = _coded_in(basis, matrix_RH, delta, spec=spec)
+        used, coded = _coded_in(basis, matrix_RH, delta, spec, octaves_R1)
         has_new = is_first
         # A basis costs bytes: look ever more seldom, and send one only if it would have paid.
         if not is_first and self.since >= self.look_at:
             self.look_at = 2 * self.since
             other = self._measured()
-            other_used, other_coded = _coded_in(other, matrix_RH, delta, spec=spec)
+            other_used, other_coded = _coded_in(other, matrix_RH, delta, spec, octaves_R1)
             # What has been sent since the last basis, had it been as much shorter as this message
             # is.
             would_save = self.since * (1 - len(other_coded) / len(coded))
@@ -285,14 +319,16 @@ class Transform(Compressor):
             content=coded,
         )
 
-    def _alone(self, spec: TensorSpec, matrix_RH: Tensor, unit: float) -> Tensors:
+    def _alone(
+        self, spec: TensorSpec, matrix_RH: Tensor, octaves_R1: Tensor | None, unit: float
+    ) -> Tensors:
         """Return a message that needs no other one."""
         num_features = matrix_RH.shape[1]
         order_H = np.arange(num_features)
         edges = [0, num_features]
         head = np.zeros(0, dtype=np.uint8)
         if len(matrix_RH) >= _FEW_ROWS:
-            mean_H = matrix_RH.mean(0)
+            mean_H = matrix_RH.mean(0) * (not self.gradients)
             matrix_RH = matrix_RH - mean_H
             sd_H = matrix_RH.square().mean(0).sqrt().cpu().double().numpy()
             # Features of like deviation stand together, so that each class has gaps of its own
@@ -309,6 +345,7 @@ class Transform(Compressor):
             delta,
             edges,
             spec,
+            octaves_R1,
             taken=len(head),
         )
         return self._message(
@@ -369,7 +406,11 @@ class Transform(Compressor):
 
 
 def _coded_in(
-    basis: _Basis, matrix_RH: Tensor, delta: float, spec: TensorSpec
+    basis: _Basis,
+    matrix_RH: Tensor,
+    delta: float,
+    spec: TensorSpec,
+    octaves_R1: Tensor | None,
 ) -> tuple[float, Bytes]:
     """Return the step and the codes of rows in a basis."""
     rows_KH = basis.rows_KH.to(matrix_RH)
@@ -382,7 +423,7 @@ def _coded_in(
         rest_RH = around_RH / delta - codes_RK @ rows_KH
         return torch.cat([codes_RK, _rounded(rest_RH, smaller=_REST - 0.5)], dim=1)
 
-    return _coded(codes, delta, basis.edges(num_features=matrix_RH.shape[1]), spec)
+    return _coded(codes, delta, basis.edges(num_features=matrix_RH.shape[1]), spec, octaves_R1)
 
 
 def _rounded(values: Tensor, smaller: float) -> Tensor:
@@ -397,25 +438,34 @@ def _coded(
     delta: float,
     edges: list[int],
     spec: TensorSpec,
+    octaves_R1: Tensor | None,
     taken: int = 0,
 ) -> tuple[float, Bytes]:
     """Return the step, and the codes of a message, which are not longer than a receiver takes.
 
     codes_of: returns the codes for a step. delta: the step to begin with. taken: bytes of the
-    message that others need.
+    message that others need. octaves_R1: one more column of codes, for rows that are not zero.
     """
+    if octaves_R1 is not None:
+        edges = [*edges, edges[-1] + 1]
     most = _most_bytes(*matrix_shape(spec.shape)) - taken
     delta = float(np.array(delta, dtype=_delta_type(spec)))  # as it will be read
     while True:
-        codes = codes_of(delta).to(torch.int32).cpu().numpy()
+        codes_RC = codes_of(delta)
+        if octaves_R1 is not None:
+            codes_RC = torch.cat([codes_RC, octaves_R1 * codes_RC.any(1, keepdim=True)], dim=1)
+        codes = codes_RC.to(torch.int32).cpu().numpy()
         coded = bit_planes.encode(codes, edges=edges)
         if coded is not None and len(coded) <= most:
             return delta, coded
         delta *= 2
 
 
-def _decode_alone(rest: Bytes, spec: TensorSpec) -> tuple[Tensor, npt.NDArray[Any]]:
-    """Return the mean and the codes of a message that needs no other one. Raises FrameError."""
+def _alone_head(
+    rest: Bytes, spec: TensorSpec
+) -> tuple[Tensor, npt.NDArray[Any], list[int], Bytes]:
+    """Return the mean, the order and the classes of features of a message that needs no other
+    one, and its codes as bytes. Raises FrameError."""
     num_rows, num_features = matrix_shape(spec.shape)
     means = np.zeros(num_features)
     order_H = np.arange(num_features)
@@ -431,10 +481,7 @@ def _decode_alone(rest: Bytes, spec: TensorSpec) -> tuple[Tensor, npt.NDArray[An
         classes_H: Bytes = np.stack([pairs >> 4, pairs & 15], axis=1).ravel()[:num_features]
         _, order_H, edges = _by_class(classes_H)
         rest = rest[num_bytes:]
-    codes = bit_planes.decode(rest, num_rows=num_rows, edges=edges)
-    in_order = np.empty_like(codes)
-    in_order[:, order_H] = codes
-    return torch.from_numpy(means.copy()), in_order
+    return torch.from_numpy(means.copy()), order_H, edges, rest
 
 
 def _unpacked(rest: Bytes, number: int, num_rows: int, num_features: int) -> tuple[_Basis, Bytes]:
