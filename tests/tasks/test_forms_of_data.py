@@ -27,7 +27,7 @@ from xcloud.tasks.classification import Classification
 from xcloud.tasks.language_modelling import LanguageModelling
 from xcloud.tasks.question_answering import QuestionAnswering
 from xcloud.tasks.rows import Source
-from xcloud.tasks.sources import Folder, Hub, HubTable, read_lines
+from xcloud.tasks.sources import Folder, Hub, HubTable, load_hub, read_lines
 from xcloud.tasks.text_sources import FolderText, HubText, PublicText
 from xcloud.tasks.text_task import TextTask
 from xcloud.tasks.tokenizer import FileTokenizer, PretrainedTokenizer
@@ -49,6 +49,11 @@ BY_DATASETS: dict[str, tuple[str, bytes, str]] = {
     "tabs": ("train.csv", b"text\tlabel\na\t1\n", "has tabs between names"),
     "Latin-1": ("train.csv", "text,label\nni\u00f1o,1".encode("latin-1"), "is not UTF-8.*iconv"),
     "UTF-16": ("train.csv", "text,label\na,1".encode("utf-16"), "UTF-16 text.*iconv"),
+    "a cell more": (
+        "train.csv",
+        b"text,label\n1,a,1\n2,b,2\n",
+        "names 2 columns, and its first row has 3",
+    ),
 }
 
 
@@ -61,6 +66,18 @@ def test_what_datasets_would_refuse_in_its_words_or_take_is_refused_in_ours(
     task = given(Classification, Hub, dataset=str(tmp_path), tokenizer=SmallTokenizer(), **SHARES)
     with pytest.raises(DataError, match=message):
         task.check()
+        task.read(frozenset(task.fields))
+
+
+def test_cells_of_a_csv_are_texts_as_they_stand(tmp_path: Path) -> None:
+    """Where pandas would find numbers and gaps."""
+    texts = ["NA", "None", "null", "nan", "007", "1e5", "2020-01-01", " x"]
+    labels = ["1.1", "1.10", "01", "True", "1.1", "1.10", "01", "True"]
+    rows = "".join(f"{text},{label}\n" for text, label in zip(texts, labels, strict=True))
+    (tmp_path / "train.csv").write_text(f"text,label\n{rows}")
+    found = [*load_hub(str(tmp_path), None)["train"]]
+    assert [row["text"] for row in found] == texts
+    assert [row["label"] for row in found] == labels
 
 
 def test_a_header_in_the_middle_of_a_table_of_datasets_is_no_sample() -> None:
@@ -98,10 +115,16 @@ REFUSED: dict[str, tuple[str, bytes, str]] = {
     "UTF-16 without a mark": ("train.tsv", TABLE.encode("utf-16-le"), "holds zero bytes"),
     "Latin-1": ("train.tsv", "text\tlabel\nniño\t1".encode("latin-1"), "is not UTF-8.*iconv"),
     "missing labels": ("train.tsv", f"{TABLE}\na\t".encode(), "1 of 41 rows have no label"),
+    "two files with marks of order, joined": (
+        "train.tsv", 2 * f"{TABLE}\n".encode("utf-8-sig"), "this row repeats the names",
+    ),
+    "a zero byte far behind": (
+        "train.tsv", f"{TABLE}\n{'a' * 99_999}\0\t1".encode(), "line 42: a zero byte",
+    ),
     "csv": ("train.csv", TABLE.replace("\t", ",").encode(), r"not read: train\.csv"),
     "parquet by name": ("train.parquet", b"PAR1", r"not read: train\.parquet"),
     "bzip2 by name": ("train.tsv.bz2", b"BZh9", r"not read: train\.tsv\.bz2"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -128,6 +151,9 @@ READ: dict[str, tuple[str, bytes]] = {
     "objects": ("train.jsonl", "\n".join(map(json.dumps, OBJECTS)).encode()),
     "objects, a mark of byte order": (
         "train.jsonl", "\n\n".join(map(json.dumps, OBJECTS)).encode("utf-8-sig"),
+    ),
+    "objects, a mark before each": (
+        "train.jsonl", b"".join(f"{json.dumps(one)}\n".encode("utf-8-sig") for one in OBJECTS),
     ),
 }  # fmt: skip
 

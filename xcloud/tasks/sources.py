@@ -11,6 +11,7 @@ jsonl, are columns or {"translation": {"es": …, "en": …}}.
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 import os
@@ -22,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import chain, groupby, zip_longest
+from itertools import chain, groupby, islice, zip_longest
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
@@ -54,6 +55,7 @@ from xcloud.tasks.rows import (
 BATCH_ROWS = 1000
 NOTHING: tuple[object, ...] = (None, "", [], {})  # what a cell holds that says nothing
 SAVED = ("dataset_dict.json", "state.json")  # what save_to_disk leaves in a folder
+MAX_COLUMNS = 1000  # of a .csv that are read as they stand
 MAX_WORDS = 300  # characters of another library's message
 # Endings of files that may hold data: what has one of them and is not read is said.
 SECOND_COPY = re.compile(r"( ?\(\d+\)| - copy( \(\d+\))?| copy( \d+)?|~)(?=$|\.)", re.IGNORECASE)
@@ -76,10 +78,14 @@ def read_lines(path: Path, max_line: int = MAX_LINE) -> Iterator[str]:
         # utf-8-sig: programs on Windows begin a file with a mark of the byte order, which would be
         # part of the first column's name.
         with opened(path, "rt", encoding="utf-8-sig", newline="\n") as file:
-            for line in bounded_lines(file, path, max_line):
-                # A carriage return before the line feed is the ending of Windows; any other stays
-                # in the text.
-                yield line.removesuffix("\n").removesuffix("\r")
+            for number, line in enumerate(bounded_lines(file, path, max_line), start=1):
+                # check_is_text looks at the beginning of a file alone.
+                if "\0" in line:
+                    raise DataError(f"{path}, line {number}: a zero byte, so it is no text")
+                # Files that were joined have a mark of the byte order in the middle, too. A
+                # carriage return before the line feed is the ending of Windows; any other stays in
+                # the text.
+                yield line.removeprefix("\ufeff").removesuffix("\n").removesuffix("\r")
     except (UnicodeDecodeError, OSError, EOFError, zlib.error) as error:
         what = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else "cannot be read"
         raise DataError(f"{path}: {what} ({error})") from error
@@ -629,6 +635,15 @@ def check_data_files(folder: Path) -> None:
                     f"{path}: its first line has {name} between names, and no comma; write it "
                     "with commas (most programs ask when they save a .csv), or as .jsonl"
                 )
+        if ending == "csv":
+            names, row = [*islice(csv.reader(read_lines(path, MAX_WHOLE)), 2), [], []][:2]
+            # pandas takes the first cell of each row for the row's name then, and every other one
+            # for the column before its own.
+            if len(row) > len(names):
+                raise DataError(
+                    f"{path}: its first line names {len(names)} columns, and its first row has "
+                    f"{len(row)} cells; name each column"
+                )
 
 
 def local_folder(name: str) -> Path | None:
@@ -653,13 +668,19 @@ def load_hub(name: str, config: str | None, streaming: bool = False, **which: st
         # Cards first: what one names `datasets` would fetch, whichever machine or address it is.
         for card in cards_of(name, folder, revision, reached=reached):
             check_card(card, name)
+        how: dict[str, Any] = dict(which)
         if "revision" in which or folder is not None:
             # The builder lists the files that would be read, without opening one.
-            _check_data_files(datasets, folder, name, config=config, revision=revision)
-        loaded = datasets.load_dataset(str(folder or name), config, streaming=streaming, **which)
-        # Features name the kinds of columns that would be opened as files; of .jsonl they are
-        # known only while rows are read.
+            made = datasets.load_dataset_builder(str(folder or name), config, revision=revision)
+            _check_data_files(made, folder, name)
+            # Of cells of a .csv pandas would make numbers and gaps: 1.10 would be 1.1, and 01, NA
+            # and None would be lost.
+            if "converters" in vars(made.config) and made.config.features is None:
+                how |= {"converters": dict.fromkeys(range(MAX_COLUMNS), str), "na_filter": False}
+        loaded = datasets.load_dataset(str(folder or name), config, streaming=streaming, **how)
         for one in loaded.values() if isinstance(loaded, dict) else [loaded]:
+            # Features name the kinds of columns that would be opened as files; of .jsonl they are
+            # known only while rows are read.
             check_features(getattr(one, "features", None), name)
         return loaded
 
@@ -693,12 +714,12 @@ def _saved(datasets: Any, folder: Path, split: str | None) -> Any:
     return found[split]
 
 
-def _check_data_files(
-    datasets: Any, folder: Path | None, name: str, config: str | None, revision: str | None
-) -> None:
+def _check_data_files(made: Any, folder: Path | None, name: str) -> None:
     """Raise DataError if the data set's own README.md lists data elsewhere: files of this machine
-    or addresses. What `datasets` would open lies in the folder, or in the repository."""
-    made = datasets.load_dataset_builder(str(folder or name), config, revision=revision)
+    or addresses. What `datasets` would open lies in the folder, or in the repository.
+
+    made: the builder of `datasets`.
+    """
     start = f"hf://datasets/{name}@" if folder is None else os.path.abspath(folder) + os.sep
     for split, files in (made.config.data_files or {}).items():
         for file in files:
