@@ -249,6 +249,7 @@ def test_reading_says_nothing_and_draws_nothing(
         ({"model_type": "roberta", "hidden_act": "relu"}, "uses 'relu' in its layers, gelu in"),
         ({"hidden_act": "silu"}, "uses the activation 'silu'"),
         ({"position_embedding_type": "relative_key"}, "has 'relative_key' positions"),
+        ({"is_decoder": True}, r"is a decoder \(is_decoder\)"),
     ],
 )
 def test_other_networks_are_refused_by_name(
@@ -258,6 +259,15 @@ def test_other_networks_are_refused_by_name(
     (tmp_path / "config.json").write_text(json.dumps(described))
     with pytest.raises(ConfigError, match=words):
         PretrainedBackbone(str(tmp_path)).width()
+
+
+def test_blocks_that_config_json_does_not_count_are_refused(tmp_path: Path) -> None:
+    saved(tmp_path, "bert")
+    described = json.loads((tmp_path / "config.json").read_text())
+    fewer = described | {"num_hidden_layers": described["num_hidden_layers"] - 1}
+    (tmp_path / "config.json").write_text(json.dumps(fewer))
+    with pytest.raises(DataError, match=r"encoder\.layer\.\d.* lies behind the"):
+        read_weights(str(tmp_path))
 
 
 def test_a_checkpoint_that_does_not_fit_the_task_is_refused(tmp_path: Path) -> None:

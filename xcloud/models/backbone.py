@@ -6,6 +6,7 @@ is added to the type embeddings. The network is in encoder.py."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
@@ -18,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from xcloud.base.errors import ConfigError
+from xcloud.base.errors import ConfigError, DataError
 from xcloud.base.settings import Fraction, HubName, Labelled, Positive, settings
 from xcloud.contracts.model import BuildContext, TokenIds
 from xcloud.models.encoder import ACTIVATIONS, Encoder, EncoderConfig, check_heads
@@ -360,6 +361,9 @@ def read_config(name_or_path: str) -> tuple[EncoderConfig, Any]:
         reason = f"uses {theirs.hidden_act!r} in its layers, gelu in its head"
     elif positions != "absolute":
         reason = f"has {positions!r} positions"
+    # A token of a decoder sees none of the later ones; here each sees all.
+    elif raw.get("is_decoder"):
+        reason = "is a decoder (is_decoder)"
     if theirs is None or reason:
         raise ConfigError(
             f"PretrainedBackbone {name_or_path!r} {reason}; supported are checkpoints of type "
@@ -378,6 +382,14 @@ def read_weights(name_or_path: str) -> Weights:
     """Float32; without a head ("head.…") if the checkpoint has none, or one not tied to the
     embeddings."""
     (config, theirs), files = read_config(name_or_path), WeightFiles(name_or_path)
+    # Without them this would be another model than the one that the file holds.
+    for name in files:
+        block = re.search(r"\bencoder\.layer\.(\d+)\.", name)
+        if block is not None and int(block[1]) >= config.num_layers:
+            raise DataError(
+                f"checkpoint {name_or_path!r}: {name} lies behind the {config.num_layers} blocks "
+                "of its config.json (num_hidden_layers): put that right, or take the tensor out"
+            )
     is_tied = getattr(theirs, "tie_word_embeddings", True)
     # The bias tells which head a file has, if any: all have one, under different names.
     heads = (names for names in HEAD_NAMES if is_tied and names[2] in files)
