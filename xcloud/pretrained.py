@@ -330,15 +330,26 @@ def raw_config(name_or_path: str) -> dict[str, Any]:
 
 
 def generation_config(name_or_path: str) -> dict[str, Any]:
-    """Return what generation_config.json of a checkpoint says; nothing where there is none."""
+    """Return what generation_config.json of a checkpoint says. Without that file end tokens are
+    those of config.json, as in transformers."""
+    found = _read_settings(name_or_path, "generation_config.json")
+    if found is not None:
+        return found
+    config = _read_settings(name_or_path, "config.json") or {}
+    return {key: config[key] for key in ("eos_token_id",) if key in config}
+
+
+def _read_settings(name_or_path: str, file: str) -> dict[str, Any] | None:
+    """Return what a JSON file of a checkpoint says; None where there is none."""
     from transformers.utils.hub import cached_file
 
-    name = "generation_config.json"
     try:
-        path = _fetch(name_or_path, load=lambda at, **where: str(cached_file(at, name, **where)))
+        path = _fetch(name_or_path, load=lambda at, **where: cached_file(at, file, **where))
     # A checkpoint without the file, or a hub that does not answer: then defaults hold.
     except (DataError, OSError):
-        return {}
+        return None
+    if path is None:  # so transformers says of config.json
+        return None
     check_is_json(Path(path))
     found = read_json(Path(path))
     if not isinstance(found, dict):

@@ -218,6 +218,12 @@ class TextGenerator(TrainedRun):
 
     used_as = "causal language model"
 
+    @cached_property
+    def stages(self) -> list[Any]:
+        if said := self.text.not_followed:
+            say(said, error=True)
+        return super().stages
+
     @property
     def longest(self) -> int:
         """Return how many tokens the model can have before it."""

@@ -42,7 +42,7 @@ LABELS = {
     "sparseloco": "fp16+fp16, averaging int1(topk(0.015625)), vectors: fp16",
     "eden2": "eden2+eden2",
     "transform": "transform(2.2)+transform(3.2), averaging int4",
-    "low_rank_transform": "transform(0.8)+transform(1.6), averaging int4",
+    "low_rank_transform": "transform(0.8)+transform(3), averaging int4",
     "phased_example": "int8+int8 to step 200, int4+int8",
 }
 

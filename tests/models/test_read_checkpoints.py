@@ -124,6 +124,9 @@ def test_how_a_checkpoint_writes_on_is_read_or_named(
             generation_config(str(tmp_path))
     else:
         assert generation_config(str(tmp_path)) == found
+        (tmp_path / "config.json").write_text('{"eos_token_id": [7, 9], "hidden_size": 4}')
+        ends = {"eos_token_id": [7, 9]} if text is None else found
+        assert generation_config(str(tmp_path)) == ends, "as in transformers"
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])

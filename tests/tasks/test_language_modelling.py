@@ -652,6 +652,28 @@ def test_a_text_ends_where_the_model_has_learned_that_it_does(
     assert written.get("top_p") == (None if named is None else 0.8), "the rest is kept"
 
 
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"repetition_penalty": 1.1, "top_k": 20, "temperature": 0.6, "do_sample": True},
+         "repetition_penalty=1.1, top_k=20"),
+        ({"suppress_tokens": [3], "eos_token_id": [2], "transformers_version": "5"},
+         "suppress_tokens=[3]"),
+        ({"repetition_penalty": 1.0, "num_beams": 1, "bad_words_ids": None, "top_p": 0.9}, ""),
+        ({"a_rule_of_tomorrow": "x"}, 'a_rule_of_tomorrow="x"'),
+    ],
+)  # fmt: skip
+def test_how_a_checkpoint_wants_its_tokens_chosen_is_named_where_it_is_not_done(
+    asked: dict[str, Any], said: str, folder: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(folder, tmp_path / "checkpoint")
+    (tmp_path / "checkpoint" / "generation_config.json").write_text(json.dumps(asked))
+    tokenizer = CausalTokenizer.of(PretrainedTokenizer(str(tmp_path / "checkpoint")), "")
+    tokenizer.save(tmp_path / "run")
+    for one in (tokenizer, CausalTokenizer.load(tmp_path / "run")):
+        assert one.not_followed.endswith(said) and bool(one.not_followed) == bool(said)
+
+
 def test_a_prompt_takes_a_system_message_or_is_plain(folder: Path, tmp_path: Path) -> None:
     tokenizer = CausalTokenizer.of(PretrainedTokenizer(str(folder)), str(tmp_path))
     tokenizer.learns_chats = True

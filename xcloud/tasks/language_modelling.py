@@ -99,6 +99,13 @@ MAX_CHECKED_BYTES = 64 << 20  # of files that are read before a run starts
 MAX_TRIES = 100  # messages of which a template has to write a key once
 FOLDER_NAME = "tokenizer"
 GENERATION_FILE = "generation_config.json"
+
+# Keys of that file that change no token here, or that options of `generate` are in place of.
+_FOLLOWED = {
+    "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "do_sample",
+    "temperature", "top_p", "max_length", "max_new_tokens", "use_cache", "cache_implementation",
+    "transformers_version", "_from_model_config",
+}  # fmt: skip
 TEMPLATE_FILE = "chat_template.jinja"
 NAMES_CODE = ("auto_map", "custom_pipelines", "custom_generate", "trust_remote_code")
 """Keys of files of transformers by which code beside weights is loaded."""
@@ -309,6 +316,22 @@ class CausalTokenizer:
         if self.learns_chats:
             found.append(self._end_of_turn())
         return frozenset(token for token in found if isinstance(token, int))
+
+    @property
+    def not_followed(self) -> str:
+        """Say what generation_config.json asks for that changes which token is chosen, and that
+        xcloud does not do. Nothing if there is none."""
+        asked = [
+            f"{key}={json.dumps(value)[:60]}"
+            for key, value in self._generation.items()
+            # Such values are how transformers leaves a rule out.
+            if key not in _FOLLOWED and value not in (None, False, 0, 1, "", [], {})
+        ]
+        if not asked:
+            return ""
+        return (
+            f"{GENERATION_FILE} of the checkpoint asks for what is not done here: {listed(asked)}"
+        )
 
     def _end_of_turn(self) -> int | None:
         """Return the first special token that the template writes behind an answer, if any."""
