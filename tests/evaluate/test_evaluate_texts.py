@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,8 @@ from tests.causal_models import build, saved, through, where
 from tests.corpora import given
 from tests.small_tokenizer import write_chat_tokenizer
 from xcloud.base.errors import ConfigError, DataError
-from xcloud.evaluate.command import evaluate, key_of
+from xcloud.evaluate import command
+from xcloud.evaluate.command import evaluate, key_of, scores_of
 from xcloud.evaluate.texts import read_texts, score_texts
 from xcloud.models.causal import CausalLM
 from xcloud.tasks.chat_template import DATE
@@ -90,6 +92,27 @@ def test_texts_are_cut_into_documents_as_the_run_was_told(tmp_path: Path) -> Non
         data = read_texts(generator, file=file)
         found[document] = sum(map(len, data.documents["test"]))
     assert found == {"line": 3, "blank_line": 2, "file": 1}
+
+
+def test_every_number_of_the_harness_is_kept_and_what_is_none_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "version", lambda name: "0.4")
+    found = {
+        "alias": "own",
+        "f1,none": np.float32(0.5),
+        "f1_stderr,none": np.float64(0.1),
+        "acc,strict": 1,
+        "acc_stderr,strict": "N/A",
+        "by_class,none": {"yes": 0.5},
+    }
+    results = {"results": {"own": found}, "n-samples": {}, "n-shot": {}, "versions": {}}
+    metrics = scores_of(results, {}, compressor="none", chats=False)["own"]["metrics"]
+    assert metrics == {
+        "f1": {"value": 0.5, "stderr": 0.1},
+        "acc_strict": {"value": 1.0, "stderr": None},
+    }
+    assert "own: by_class is no number, so it is in no summary" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("known", [{}, {"data_test": {"file": "/a/data/test.txt"}}])

@@ -7,6 +7,7 @@ import importlib.util
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from importlib.metadata import version
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +174,7 @@ def _on_tasks(
     )
     from lm_eval.utils import make_table
 
-    scores = _scores(results, not_whole, compressor=generator.compressor, chats=chats)
+    scores = scores_of(results, not_whole, compressor=generator.compressor, chats=chats)
     for name, of_task in scores.items():
         for what, said in NOT_WHOLE.items():
             if num := of_task.get(what, 0):
@@ -280,7 +281,7 @@ def _results(
     return results, model.not_whole
 
 
-def _scores(
+def scores_of(
     results: Mapping[str, Any],
     not_whole: Mapping[str, Mapping[str, Collection[int]]],
     compressor: str,
@@ -296,11 +297,18 @@ def _scores(
         for key, value in found.items():
             # The harness writes "metric,filter", and beside it "metric_stderr,filter" or "N/A".
             metric, comma, chosen = key.partition(",")
-            if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
+            if not comma or metric.endswith("_stderr"):
+                continue
+            of = metric if chosen == "none" else f"{metric}_{chosen}"
+            # A number of numpy is one, too.
+            if not isinstance(value, Real):
+                say(
+                    f"{name}: {of} is no number, so it is in no summary: {value!r:.200}",
+                    error=True,
+                )
                 continue
             stderr = found.get(f"{metric}_stderr,{chosen}")
-            of = metric if chosen == "none" else f"{metric}_{chosen}"
-            is_known = isinstance(stderr, int | float)
+            is_known = isinstance(stderr, Real)
             metrics[of] = {"value": float(value), "stderr": float(stderr) if is_known else None}
         scores[name] = {
             "metrics": metrics,

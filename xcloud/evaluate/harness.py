@@ -155,7 +155,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             labels = [NO_LABEL] * (len(ids) - 1 - len(continuation)) + [*continuation]
             texts.append((ids[:-1], labels))
         found: dict[int, tuple[float, bool]] = {}
-        progress = tqdm(total=len(texts), desc="scoring", disable=disable_tqdm)
+        # None: shown in a terminal, and not written into a file.
+        progress = tqdm(total=len(texts), desc="scoring", disable=disable_tqdm or None)
         for numbers in self._batches([len(ids) for ids, _ in texts]):
             found |= zip(numbers, self._scores([texts[i] for i in numbers]), strict=True)
             progress.update(len(numbers))
@@ -198,7 +199,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         texts = []
         pairs = zip(given, asked, strict=True)
         for ids, (_, how) in tqdm(
-            pairs, total=len(asked), desc="generating", disable=disable_tqdm
+            pairs, total=len(asked), desc="generating", disable=disable_tqdm or None
         ):
             texts.append(self._written_on(ids, how=how))
         return texts
