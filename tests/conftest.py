@@ -24,7 +24,7 @@ from unittest import mock
 
 import pytest
 
-from tests import warm_ranks
+from tests import git_once, warm_ranks
 from tests.logged import LOG, Log
 
 # A shell starts what it runs in the background with SIGINT ignored, and children inherit that; the
@@ -76,6 +76,11 @@ def caplog() -> Iterator[Log]:
     level = logging.root.level
     yield LOG
     logging.root.setLevel(level)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _git_is_asked_once() -> None:
+    git_once.use()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -262,6 +262,7 @@ def serve(owner: socket.socket, listener: socket.socket) -> None:
     """Answer whoever connects until the owner closes."""
     for name in IMPORTED_BY_RANKS:
         importlib.import_module(name)
+    importlib.import_module("tests.git_once").use()
     gc.freeze()
     ready = selectors.DefaultSelector()
     ready.register(owner, selectors.EVENT_READ)
