@@ -1,5 +1,6 @@
 """Starting ranks, what is made of those that fail, and signals while the record is written."""
 
+import inspect
 import json
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from tests.toy import toy_config
 from xcloud.base.errors import ConfigError, DataError, FrameError, LinkClosed, RunFailed
 from xcloud.base.terminal import signals_to_stop
 from xcloud.job.config import EXPERIMENT_FILE, Settings
-from xcloud.launch import local
+from xcloud.launch import failures, local
 from xcloud.launch import processes as launch
 from xcloud.launch.failures import (
     EXIT_COMES_AGAIN,
@@ -30,6 +31,7 @@ from xcloud.launch.failures import (
     write_failure,
 )
 from xcloud.launch.processes import LocalRanks, RunStopped, num_threads
+from xcloud.launch.rank_process import end_with_parent
 from xcloud.net.link_profile import Liveness
 from xcloud.record.files import (
     AGREED_FILE,
@@ -111,6 +113,14 @@ def test_a_rank_may_tell_its_last_steps_after_another_has_failed(tmp_path: Path)
     assert told.exists()
 
 
+@pytest.fixture
+def _nobody_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is still there after a failure has nothing to say, so it is waited for in vain."""
+    monkeypatch.setattr(launch, "_FINAL_REPORTS_S", 0.2)
+    monkeypatch.setattr(failures, "_SETTLE_S", 0.2)
+
+
+@pytest.mark.usefixtures("_nobody_reports")
 def test_a_rank_that_does_not_notice_is_ended(tmp_path: Path) -> None:
     ranks = LocalRanks(tmp_path, ["a", "b"])
     ranks.log(1).touch()
@@ -124,6 +134,7 @@ def test_a_rank_that_does_not_notice_is_ended(tmp_path: Path) -> None:
     assert ranks.processes[0].returncode == -signal.SIGTERM
 
 
+@pytest.mark.usefixtures("_nobody_reports")
 @pytest.mark.parametrize("was_ready", [False, True])
 def test_a_rank_that_may_be_lost_must_have_been_ready(was_ready: bool, tmp_path: Path) -> None:
     ranks = LocalRanks(tmp_path, ["a", "b"], essential=frozenset({0}))
@@ -202,9 +213,12 @@ def test_a_lost_cloud_begins_again_but_not_one_with_an_error_of_its_own(
 ) -> None:
     """Cloud b loses one of its two ranks: both begin again. Cloud c has failed by itself."""
     started: list[str] = []
+    all_started = tmp_path / "all_started"
 
     def start(command: list[str], environment: dict[str, str], log: Path) -> object:
         started.append(environment["LOCAL_RANK"])
+        if len(started) == 2:
+            all_started.touch()
         return subprocess.Popen(["sleep", "0.2"])
 
     monkeypatch.setattr(launch, "start_process", start)
@@ -213,7 +227,10 @@ def test_a_lost_cloud_begins_again_but_not_one_with_an_error_of_its_own(
         rank_file(tmp_path, rank, "ready").touch()
         ranks.log(rank).touch()
     ranks.processes = [
-        subprocess.Popen(["sleep", "2"]),
+        # Half a second more, in which cloud c must not begin again.
+        subprocess.Popen(
+            ["sh", "-c", f"until [ -e {all_started} ]; do sleep 0.05; done; sleep 0.5"]
+        ),
         subprocess.Popen(["sh", "-c", "kill -9 $$"]),
         subprocess.Popen(["sleep", "1000"]),
         subprocess.Popen(["sh", "-c", f"exit {EXIT_COMES_AGAIN}"]),
@@ -323,6 +340,7 @@ def test_a_run_without_a_checkpoint_begins_again_with_a_peer_that_has(tmp_path: 
     assert len(ranks.noted_as_left) == 2
 
 
+@pytest.mark.usefixtures("_nobody_reports")
 def test_ranks_that_are_ended_with_one_that_lost_its_peer_have_not_failed(tmp_path: Path) -> None:
     ranks = LocalRanks(tmp_path, ["a", "a"])
     ranks.log(1).touch()
@@ -349,31 +367,37 @@ def test_nothing_begins_again_unless_asked_for(
     ranks.wait(lambda: True)
 
 
+@pytest.mark.usefixtures("_nobody_reports")
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_a_rank_that_stays_stopped_is_ended_and_named_and_one_that_goes_on_is_not(
     tmp_path: Path,
 ) -> None:
     """Where no link looks for heartbeats: while ranks join, and in a collective."""
 
-    def ranks_of(script: str, essential: frozenset[int] | None = None) -> LocalRanks:
-        ranks = LocalRanks(
-            tmp_path, ["a", "b"], essential, liveness=Liveness(0.1, lost_after_s=1.0)
-        )
-        ranks.processes = [subprocess.Popen(["sh", "-c", text]) for text in ("sleep 2", script)]
+    def ranks_of(
+        *scripts: str, lost_after_s: float, essential: frozenset[int] | None = None
+    ) -> LocalRanks:
+        liveness = Liveness(0.1, lost_after_s=lost_after_s)
+        ranks = LocalRanks(tmp_path, ["a", "b"], essential, liveness=liveness)
+        ranks.processes = [subprocess.Popen(["sh", "-c", text]) for text in scripts]
         return ranks
 
-    with pytest.raises(RunFailed, match=r"rank 1 of cloud 'b': was stopped .* more than 1 s"):
-        ranks_of("kill -STOP $$; sleep 1000").wait(lambda: True)
-    with pytest.raises(RunFailed, match=r"rank 1 of cloud 'b': was stopped .* more than 1 s"):
-        ranks_of("kill -STOP $$; sleep 1000", frozenset({0})).wait(lambda: False)  # not met
-    ranks_of("(sleep 0.4; kill -CONT $$) & kill -STOP $$").wait(lambda: True)
+    stopped = ("sleep 1000", "kill -STOP $$; sleep 1000")
+    said = r"rank 1 of cloud 'b': was stopped .* more than 0.5 s"
+    with pytest.raises(RunFailed, match=said):
+        ranks_of(*stopped, lost_after_s=0.5).wait(lambda: True)
+    with pytest.raises(RunFailed, match=said):  # before all have met
+        ranks_of(*stopped, lost_after_s=0.5, essential=frozenset({0})).wait(lambda: False)
+    goes_on = "(sleep 0.4; kill -CONT $$) & kill -STOP $$"
+    ranks_of("sleep 0.8", goes_on, lost_after_s=1.0).wait(lambda: True)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the Linux kernel")
 def test_a_rank_ends_with_the_process_that_has_started_it() -> None:
+    """With the function alone: importing its module takes seconds, for torch."""
     rank = (
-        "from xcloud.launch.rank_process import end_with_parent; end_with_parent(); "
-        "import os, time; os.write(1, b'up'); time.sleep(20); os.write(1, b'late')"
+        f"import ctypes, os, signal, sys, time\n{inspect.getsource(end_with_parent)}\n"
+        "end_with_parent(); os.write(1, b'up'); time.sleep(20); os.write(1, b'late')"
     )
     starter = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"
     with subprocess.Popen([sys.executable, "-c", starter], stdout=subprocess.PIPE) as parent:

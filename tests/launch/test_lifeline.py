@@ -274,13 +274,13 @@ def test_a_word_that_a_rank_has_begun_again_replaces_no_line_and_takes_one_threa
     """Whoever reaches the store may raise the number; nobody comes."""
     layout = ClusterLayout({"hub": Cloud(), "away": Cloud()}, "free")
     store, lost = rendezvous_store(tmp_path), list[LinkError]()
-    first = FailureDetector(0, 2, liveness(5.0), on_lost=lost.append)
+    first = FailureDetector(0, 2, liveness(2.5), on_lost=lost.append)
     watch(Rendezvous(0, 2, rendezvous_store(tmp_path), is_open=True), first, layout)
     other = Rendezvous(1, 2, store, is_open=True, beginning=int(store.add("beginnings.1", 1)))
     line = ByHand(heartbeats_of(other.store, 1, 1))
     line.ages()
     live, greeted = first.watches[1], set[int]()
-    for _ in range(20):
+    for _ in range(8):
         store.add("beginnings.1", 1)
         line.say()
         line.ages()
