@@ -71,6 +71,7 @@ class Carrier:
     name: ClassVar[str]
     marks: ClassVar[Sequence[Any]] = ()
     cannot: ClassVar[Mapping[str, str]] = {}
+    reconnect_s = RECONNECT_S  # how long an end waits for the other one to dial again
 
     def __init__(self, folder: Path, window: LinkWindow | None = None) -> None:
         self.folder = folder
@@ -201,7 +202,7 @@ class Sealed(Carrier):
         else:
             way = self.dials()
         given = {
-            "attempt": attempt, "reconnect_s": RECONNECT_S, "on_lost": self.lost.append,
+            "attempt": attempt, "reconnect_s": self.reconnect_s, "on_lost": self.lost.append,
             "first_within_s": MEETING_S, "num_connections": 2, "run": RUN,
         }  # fmt: skip
         if end == "out":
@@ -415,7 +416,7 @@ class MailboxFolder(Carrier):
         place = SealedPlace(
             rank, 2, RUN, attempt=attempt, cloud_of=clouds.__getitem__,
             address_of=lambda rank: None, listener_of=lambda here, there: here, listens_at=None,
-            first_within_s=MEETING_S, reconnect_s=RECONNECT_S,
+            first_within_s=MEETING_S, reconnect_s=self.reconnect_s,
         )  # fmt: skip
         keys = keys_of(clouds[rank], [clouds[1 - rank]])
         if end in self._alive:

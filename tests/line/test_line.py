@@ -115,6 +115,7 @@ def test_only_as_many_connections_carry_as_the_line_asks_for(
 ) -> None:
     """The next one takes the place of one that was cut."""
     monkeypatch.setattr(stream_link, "SPEAK_EVERY_S", 60.0)  # no answer changes the round trip
+    monkeypatch.setattr(connections, "_WAKE_EVERY_S", 0.05)
     parts = parts_of([PIECE_BYTES] * 40)
     with linked(True, num_connections=3) as (ends, _):
         out = ends.out
@@ -133,7 +134,8 @@ def test_only_as_many_connections_carry_as_the_line_asks_for(
         sending = send_all(out, parts)
         check_all(ends.incoming, parts)
         sending.join()
-        time.sleep(3 * connections._WAKE_EVERY_S)  # each has looked for work meanwhile
+        wait_for(lambda: asked >= carrying)
+        time.sleep(0.25)  # the others would have looked for work meanwhile, five times
         assert asked == carrying
         out.connected.discard(0)
         needed_after = {number for number in (1, 2) if out.is_needed(number)}
@@ -254,11 +256,11 @@ def test_a_refusal_is_said_but_for_one_that_passes_and_most_of_a_crowd() -> None
 @pytest.mark.parametrize(
     ("num_connections", "out_listens"), [(1, True), pytest.param(3, False, marks=NIGHTLY)]
 )
-def test_fifty_cuts_change_no_byte(
+def test_twenty_cuts_change_no_byte(
     num_connections: int, out_listens: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "_LONGEST_PAUSE_S", 0.05)
-    cut_often(50, seed=1, num_connections=num_connections, out_listens=out_listens)
+    cut_often(20, seed=1, num_connections=num_connections, out_listens=out_listens)
 
 
 @pytest.mark.nightly
@@ -304,7 +306,7 @@ def test_a_line_on_which_nothing_arrives_any_more_is_dialled_again_soon(
         ends.incoming.recv(key(0), 20.0)
         num_dialled = proxy.num_dialled
         proxy.is_silent = True
-        time.sleep(1.5)
+        time.sleep(0.5)
         assert proxy.num_dialled == num_dialled
         monkeypatch.setattr(connections, "num_retries", lambda connection: 2)
         wait_for(lambda: proxy.num_dialled > num_dialled, 15)
@@ -338,7 +340,7 @@ def test_a_line_that_only_rests_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> N
     with linked() as (ends, _):
         ends.out.send(key(0), (torch.ones(3),))
         ends.incoming.recv(key(0), 20.0)
-        time.sleep(1.5)
+        time.sleep(1.0)
         assert ends.state.num_cuts == 0
         assert ends.state.round_trip_s is not None and ends.state.round_trip_s < 1.0
         ends.close()
@@ -350,7 +352,7 @@ def test_a_full_inbox_silences_no_connection(monkeypatch: pytest.MonkeyPatch) ->
     parts = parts_of([1_000_000] * 16)
     with linked(window=LinkWindow(max_queued_bytes=1_000_000)) as (ends, _):
         sending = send_all(ends.out, parts)
-        time.sleep(1.5)
+        time.sleep(1.0)
         assert sending.is_alive()  # it is held back
         check_all(ends.incoming, parts)
         sending.join()
