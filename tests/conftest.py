@@ -24,7 +24,7 @@ from unittest import mock
 
 import pytest
 
-from tests import git_once, warm_ranks
+from tests import checkout_once, warm_ranks
 from tests.logged import LOG, Log
 
 # A shell starts what it runs in the background with SIGINT ignored, and children inherit that; the
@@ -79,8 +79,8 @@ def caplog() -> Iterator[Log]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _git_is_asked_once() -> None:
-    git_once.use()
+def _this_checkout_is_read_once() -> None:
+    checkout_once.use()
 
 
 @pytest.fixture(autouse=True, scope="session")

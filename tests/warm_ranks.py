@@ -110,6 +110,7 @@ IMPORTED_BY_RANKS = (
     "torch._dynamo",  # by the first optimizer
     "torch.fx.experimental.symbolic_shapes",  # by the first backward pass from a gradient
     "torch.profiler._cupti_monitor",
+    "matplotlib.backends.backend_agg",  # by every launcher
     "xcloud.__main__",
     "xcloud.launch.worker",
     "tests.one_way_toy",
@@ -239,7 +240,6 @@ def close() -> None:
 
 IMPORTED_BY_COMMANDS = (
     "hydra._internal.core_plugins.basic_sweeper",
-    "matplotlib.backends.backend_agg",
     "rich.live",
     "xcloud.launch.local",
     "xcloud.planner.planning",
@@ -262,7 +262,8 @@ def serve(owner: socket.socket, listener: socket.socket) -> None:
     """Answer whoever connects until the owner closes."""
     for name in IMPORTED_BY_RANKS:
         importlib.import_module(name)
-    importlib.import_module("tests.git_once").use()
+    importlib.import_module("xcloud.feature_list").all_features()  # imports them
+    importlib.import_module("tests.checkout_once").use()
     gc.freeze()
     ready = selectors.DefaultSelector()
     ready.register(owner, selectors.EVENT_READ)
@@ -372,10 +373,16 @@ def start_later() -> Callable[..., Child]:
 def be_launcher(words: list[str], body: Callable[[], object]) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # with the server, as the server with the tests
     importlib.import_module("xcloud.launch.processes").start_process = fork_rank
+    importlib.import_module("matplotlib.figure").Figure.savefig = save_empty
     if "tracker=none" in words:  # else a thread of the sweep may be importing MLflow
         importlib.import_module("xcloud.study.runner").start_point = fork_point
     sys.argv = words
     body()
+
+
+def save_empty(figure: object, path: Path) -> None:
+    """In place of Figure.savefig: drawing takes half a second (test_main_job.py draws)."""
+    Path(path).touch()
 
 
 def fork_rank(
