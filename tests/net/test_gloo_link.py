@@ -140,13 +140,13 @@ def test_a_queue_that_stands_still_is_a_timeout_unless_the_peer_gives_signs_of_l
     """More messages than both ends hold, and nobody who takes them for a while."""
     life, window = Peer(Liveness(0.2, 1.0)), LinkWindow(3, 2000)  # 50 messages
     out, incoming = linked(
-        OutSettings(NAMES[0], 1000, window, peer=life, overdue_s=1.0),
+        OutSettings(NAMES[0], 1000, window, peer=life, overdue_s=0.5),
         InSettings(NAMES[1], 1000, window=window),
     )
     is_over = threading.Event()
 
     def take() -> None:
-        time.sleep(2.5)
+        time.sleep(1.5)  # thrice as long
         for i in range(200):
             incoming.recv(key(i), 20)
         is_over.wait(60)
@@ -167,19 +167,19 @@ def test_a_queue_that_stands_still_is_a_timeout_unless_the_peer_gives_signs_of_l
 
 
 def test_closing_waits_for_a_slow_link_but_not_for_a_silent_peer(tmp_path: Path) -> None:
-    """12 messages of 0.2 s each, closed with 0.5 s of patience."""
+    """Eight messages of 0.2 s each, closed with 0.5 s of patience."""
     clock = LinkClock(LinkProfile(1e6), tmp_path / "clock")
     lives = [Peer(Liveness(0.2, 1.0)) for _ in range(3)]
     out, incoming = linked(
         OutSettings(NAMES[0], 100_000, clock=clock, peer=lives[0]),
         InSettings(NAMES[1], 100_000, peer=lives[1], is_emulated=True),
     )
-    for i in range(12):
+    for i in range(8):
         out.send(key(i), (torch.zeros(24_000, dtype=torch.uint8),))
     started_s = time.monotonic()
     out.close(0.5)
     assert time.monotonic() - started_s > 1.0
-    for i in range(12):
+    for i in range(8):
         incoming.recv(key(i), 20)
     incoming.close(1.0)
 

@@ -113,7 +113,7 @@ def test_why_ranks_that_reach_the_store_have_no_connection_is_said_with_what_to_
 def test_a_rank_that_has_come_and_cannot_be_reached_is_named_with_its_port(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(restarts, "_REFUSED_FOR_S", 1.0)
+    monkeypatch.setattr(restarts, "_REFUSED_FOR_S", 0.3)
     store, lost = dist.HashStore(), list[LinkError]()
     here, there = (Doorbell(store, rank, "127.0.0.1", "the store") for rank in (0, 1))
     assert here.why_not(1) is None and there.why_not(0) is None

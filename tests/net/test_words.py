@@ -104,7 +104,7 @@ def test_a_verdict_that_another_writes_into_the_store_is_not_followed(
     rendezvous_store(tmp_path).set("verdict", json.dumps(told))
     job = cast(Job, SimpleNamespace(roster=SimpleNamespace(saving=())))
     with pytest.raises(LinkTimeout, match="rank 0 has not come"):
-        agree(job, rendezvous(tmp_path, 1, within_s=0.5), {"setting": {}}, {}, newest_common)
+        agree(job, rendezvous(tmp_path, 1, within_s=0.2), {"setting": {}}, {}, newest_common)
 
 
 def test_a_rank_that_may_come_late_hears_what_rank_0_said_before_it_came(tmp_path: Path) -> None:

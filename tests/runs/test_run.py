@@ -176,8 +176,10 @@ def test_a_failing_rank_ends_the_run_and_is_named_first(
     stage: int, how: str, said: str, tmp_path: Path
 ) -> None:
     config = toy_config("two_clouds")
-    # 1.6 s at least: a killed rank 0 has told its steps once a second.
-    config["model"] |= {"fail_stage": stage, "fail_how": how, "fail_step": 80, "step_s": 0.02}
+    # 1.6 s at least where it is killed: rank 0 has told its steps once a second.
+    fail_step = 80 if how == "kill" else 10
+    config["model"] |= {"fail_stage": stage, "fail_how": how, "fail_step": fail_step}
+    config["model"]["step_s"] = 0.02
     config["training"]["max_steps"] = 100
     started = time.monotonic()
 
