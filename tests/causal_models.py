@@ -58,7 +58,7 @@ def theirs(kind: str, **changes: Any) -> Any:
 
     config = AutoConfig.for_model(kind, **(SIZES | KINDS[kind] | changes))
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         network = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
         with torch.no_grad():
             for parameter in network.parameters():

@@ -36,7 +36,7 @@ def saved(folder: Path, model_type: str, *, head: bool = True, **changes: Any) -
 
     config = AutoConfig.for_model(model_type, **(SIZES | KINDS[model_type] | changes))
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         model = (AutoModelForMaskedLM if head else AutoModel).from_config(config).eval()
         with torch.no_grad():
             for parameter in model.parameters():

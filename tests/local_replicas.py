@@ -62,7 +62,7 @@ def groups(num_ranks: int) -> list[RankGroup]:
 
 def model(seed: int = 0) -> nn.Module:
     with _drawing, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         return nn.Sequential(
             nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 3)
         )

@@ -98,7 +98,7 @@ class ToyProducer:
         self.model, self.cloud, self.group_rank = model, context.cloud, context.group_rank
         self.seed = 1000 * context.seed + 100 * context.producers.index(context.cloud)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
+            torch.default_generator.manual_seed(self.seed)
             self.net = nn.Linear(WIDTH, 1)
         self.optimizer = torch.optim.SGD(self.net.parameters(), 0.01)
         self.num_steps = context.num_steps
@@ -161,7 +161,7 @@ class ToyConsumer:
     def __init__(self, model: ToyFeed, context: OneWayContext) -> None:
         self.model = model
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(context.seed)
+            torch.default_generator.manual_seed(context.seed)
             self.module = nn.Sequential(nn.Linear(WIDTH, 16), nn.ReLU(), nn.Linear(16, 1))
         self.optimizer = torch.optim.Adam(self.module.parameters(), 0.01)
         self.num_consumed = 0

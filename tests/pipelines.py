@@ -56,7 +56,7 @@ class ToyStage(Stage):
         super().__init__()
         self.is_first, self.is_last = stage == 0, stage == num_stages - 1
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(stage)
+            torch.default_generator.manual_seed(stage)
             self.layer = nn.Linear(D, D)
 
     def forward(self, received: Message | None, batch: Batch) -> StageOutput:

@@ -5,13 +5,16 @@ Tokens of a sample follow from its id; the model learns to give each source toke
 
 from __future__ import annotations
 
+import marshal
 import os
 import resource
 import signal
 import threading
 import time
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -149,7 +152,7 @@ class ToyModel:
 
     def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
         with SEEDING, torch.random.fork_rng(devices=[]):
-            torch.manual_seed(100 * context.seed + stage)
+            torch.default_generator.manual_seed(100 * context.seed + stage)
             return ToyStage(self, stage, num_stages)
 
 
@@ -208,14 +211,20 @@ class ToyStage(Stage):
         raise RuntimeError("the toy stage was asked to fail")
 
 
-def toy_config(
-    cluster: str | dict[str, object], overrides: list[str] | None = None
-) -> dict[str, object]:
-    """For xcloud.launch.local: a config as Hydra would compose it, with the toy task and model."""
+@cache
+def resolved(*overrides: str) -> bytes:
+    """A config without references, which many tests take, each a copy of its own."""
     from omegaconf import OmegaConf
 
     from tests.configs import composed
 
+    return marshal.dumps(OmegaConf.to_container(composed(*overrides), resolve=True))
+
+
+def toy_config(
+    cluster: str | dict[str, object], overrides: list[str] | None = None
+) -> dict[str, object]:
+    """For xcloud.launch.local: a config as Hydra would compose it, with the toy task and model."""
     arguments = ["name=toy", "tracker=none", "cluster/wan=free", "training.max_steps=8",
                  "training.batch_size=8", "training.precision=fp32", "model=abnet",
                  *(overrides or [])]  # fmt: skip
@@ -223,9 +232,7 @@ def toy_config(
         arguments.append(f"cluster={cluster}")
     if cluster in ("local", "one_cloud"):
         arguments.remove("cluster/wan=free")
-    config = composed(*arguments)
-    plain = OmegaConf.to_container(config, resolve=True)
-    assert isinstance(plain, dict)
+    plain: dict[str, Any] = marshal.loads(resolved(*arguments))
     plain["task"] = {"_target_": "tests.toy.ToyTask"}
     plain["model"] = {"_target_": "tests.toy.ToyModel"}
     plain["training"]["optimizer"].update(learning_rate=0.05, warmup_steps=1, clip_norm=1.0)

@@ -182,7 +182,7 @@ class ToyTextModel:
 
     def build_stage(self, stage: int, num_stages: int, context: BuildContext) -> Stage:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(100 * context.seed + stage)
+            torch.default_generator.manual_seed(100 * context.seed + stage)
             return ToyTextStage(self, stage, num_stages)
 
 

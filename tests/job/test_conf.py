@@ -7,9 +7,10 @@ from pkgutil import resolve_name
 from typing import Any
 
 import pytest
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from omegaconf import OmegaConf
 
-from tests.configs import CONF, build, by_hydra, composed
+from tests.configs import CONF, MERGED_BY_HYDRA, SHARED_FOLDER, build, by_hydra, composed
 from tests.nightly import each_once, first_daily
 from xcloud.base.errors import ConfigError
 from xcloud.base.settings import with_defaults
@@ -213,6 +214,18 @@ def test_the_encoder_follows_the_tokenizer_of_the_task() -> None:
 
     assert "some/encoder, cut in block 3, rank 8 by svd" in found.headline
     assert "some/encoder" in repr(found.model.public_text)  # type: ignore[attr-defined]
+
+
+def test_what_the_tests_merge_as_dictionaries_is_what_hydra_merges(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Key by key, in the same order."""
+    others = [["+exp=lora_clm", "strategy=streaming", "compression=delta_int4", "cluster=u_shape"]]
+    rows = [*([f"+exp={name}"] for name in options("exp")), *others]
+    found = [OmegaConf.to_yaml(by_hydra.__wrapped__(*row)) for row in rows]
+    monkeypatch.setattr(ConfigLoaderImpl, "_compose_config_from_defaults_list", MERGED_BY_HYDRA)
+    monkeypatch.delenv(SHARED_FOLDER, raising=False)
+    assert found == [OmegaConf.to_yaml(by_hydra.__wrapped__(*row)) for row in rows]
 
 
 def test_what_a_user_sets_arrives() -> None:
