@@ -24,7 +24,7 @@ from unittest import mock
 
 import pytest
 
-from tests import checkout_once, warm_ranks
+from tests import warm_ranks
 from tests.logged import LOG, Log
 
 # A shell starts what it runs in the background with SIGINT ignored, and children inherit that; the
@@ -80,6 +80,8 @@ def caplog() -> Iterator[Log]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _this_checkout_is_read_once() -> None:
+    from tests import checkout_once  # torch, which begins threads before forked_workers.py forks
+
     checkout_once.use()
 
 
