@@ -87,5 +87,17 @@ def rounding(compressor: Compressor) -> float:
     return min(0.3, max([0.02, *(3 * error for error in errors)]))
 
 
+def kind_of(compressor: Compressor) -> tuple[object, ...]:
+    """Return the classes of a compressor and its members, with the settings that choose a way
+    through their code: switches and names, not numbers."""
+    if isinstance(compressor, Chain):
+        return (Chain, *(kind_of(member) for member in compressor.members.values()))
+    chosen = [value for value in vars(compressor).values() if isinstance(value, bool | str)]
+    return (type(compressor), *chosen)
+
+
+# Where only the way through the code matters: the first of each kind.
+ONE_OF_EACH = [*{kind_of(compressor): compressor for compressor, _ in reversed(ERRORS)}.values()]
+
 # What holds for 1, 2, 4, 5 and 8 bits holds between them; test_precision.py packs every width.
 COMPRESSORS = [c for c, _ in ERRORS if c not in (BlockInt(3), BlockInt(6), BlockInt(7))]

@@ -21,7 +21,7 @@ def until(**fields: object) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "cluster", first_daily(["two_clouds", "three_clouds", "two_clouds_dp"], count=2)
+    "cluster", first_daily(["three_clouds", "two_clouds", "two_clouds_dp"], count=1)
 )
 def test_all_ranks_end_at_the_evaluation_that_reaches_the_target(
     cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.codecs import ERRORS
+from tests.codecs import ERRORS, ONE_OF_EACH
+from tests.nightly import NIGHTLY
 from tests.pipelines import (
     BORDER,
     ToyStage,
@@ -64,7 +65,10 @@ def crossing(
 @pytest.mark.parametrize(
     ("compressor", "defence"),
     [
-        *((compressor, None) for compressor, _ in ERRORS),
+        *(
+            pytest.param(compressor, None, marks=() if compressor in ONE_OF_EACH else NIGHTLY)
+            for compressor, _ in ERRORS
+        ),
         (Chain(), GaussianNoise(clip=1.0, sigma=0.5)),
         (BlockInt(4, stochastic=True), GaussianNoise(clip=0.1, sigma=0.1, unit="absolute")),
         (BlockInt(8), MaxNorm()),
