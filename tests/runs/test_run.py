@@ -33,7 +33,7 @@ from tests.runs import (
 )
 from tests.toy import toy_config
 from xcloud.base.errors import ConfigError, RunFailed
-from xcloud.launch import processes
+from xcloud.launch import failures, processes
 from xcloud.launch import processes as launch
 from xcloud.launch.failures import EXIT_PEER_LOST
 from xcloud.record.checkpoint_files import CheckpointFolder
@@ -198,6 +198,7 @@ def test_a_rank_that_hangs_is_a_timeout_with_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "_FINAL_REPORTS_S", 0.5)  # it has none
+    monkeypatch.setattr(failures, "_SETTLE_S", 0.3)  # nor a cause of its own
     config = toy_config(
         "two_clouds", ["cluster/wan=line_1g", "cluster.liveness.overdue_after_s=4"]
     )
@@ -392,8 +393,11 @@ def test_a_test_evaluation_that_fails_loses_no_trained_stage(tmp_path: Path) -> 
     assert no_workers(tmp_path)
 
 
-def test_a_rank_that_is_stopped_in_an_evaluation_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_is_stopped_in_an_evaluation_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By rank 0, which waits for it, or by the launcher, which sees that it is stopped."""
+    monkeypatch.setattr(failures, "_SETTLE_S", 0.3)
     started_s = time.monotonic()
     with pytest.raises(RunFailed, match=r"rank 1 (has not come .*no heartbeat|.*SIGSTOP)"):
         start(tmp_path, config_of(TWO_CLOUDS, 2, predict_how="stop"))
