@@ -15,6 +15,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.rotation import Eden
 from xcloud.comm.sparsify import RandomK, TopK
 from xcloud.comm.transform import Transform
-from xcloud.net.frame import TensorSpec
+from xcloud.net.frame import Tensors, TensorSpec
 
 ROUNDS = 7
 
@@ -77,7 +78,13 @@ def main() -> None:
     for name, compressor in compressors():
         if args.only not in name:
             continue
-        print(row(name, compressor, tensors, spec), flush=True)
+        print(row(name, compressor.compress, compressor, tensors, spec), flush=True)
+    name = "transform(3.2) of gradients"
+    if args.only in name:
+        shaping = Transform(3.2)
+        activations = torch.randn(spec.shape)
+        compress = partial(shaping.compress_gradient, activations=activations)
+        print(row(name, compress, shaping, tensors, spec), flush=True)
 
 
 def sample_tensors(num_rows: int, num_features: int) -> list[Tensor]:
@@ -86,12 +93,18 @@ def sample_tensors(num_rows: int, num_features: int) -> list[Tensor]:
     return [(torch.randn(num_rows, num_features) * sizes) @ basis.T for _ in range(ROUNDS)]
 
 
-def row(name: str, compressor: Compressor, tensors: list[Tensor], spec: TensorSpec) -> str:
+def row(
+    name: str,
+    compress: Callable[[Tensor], Tensors],
+    compressor: Compressor,
+    tensors: list[Tensor],
+    spec: TensorSpec,
+) -> str:
     """One line of the table."""
-    parts = [compressor.compress(tensor) for tensor in tensors[:2]]  # warm start, caches
+    parts = [compress(tensor) for tensor in tensors[:2]]  # warm start, caches
     num_bytes = sum(part.nbytes for part in parts[1])
     error = relative_error(tensors[1], compressor.decompress(parts[1], spec))
-    encode_s = median_s([lambda x=x: compressor.compress(x) for x in tensors])
+    encode_s = median_s([lambda x=x: compress(x) for x in tensors])
     decode_s = median_s([lambda: compressor.decompress(parts[1], spec)] * ROUNDS)
     saved_bits = 8 * (spec.num_bytes - num_bytes)
     pays = "never"

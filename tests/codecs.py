@@ -54,7 +54,7 @@ ERRORS: list[tuple[Compressor, float]] = [
     (Eden(4), 0.11),
     (Transform(0.25), 0.075),
     (Transform(1.6), 0.5),
-    (Transform(0.8, gradients=True), 0.5),
+    (Transform(0.8, gradients="evened"), 0.5),
     (Chain(rows=TopRows(0.5), transform=Transform(0.5)), 0.75),
 ]
 # The skeleton of docs/add-a-compressor.md, as a newcomer would copy it.

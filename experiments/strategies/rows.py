@@ -10,6 +10,13 @@ def data_parallel(compression: str) -> list[str]:
     return ["strategy=data_parallel", compression]
 
 
+def transformed(forward: float, backward: float) -> list[str]:
+    steps = {"forward": forward, "backward": backward}
+    return [
+        "compression=transform", *(f"compression.{way}.step={of}" for way, of in steps.items())
+    ]  # fmt: skip
+
+
 def merged(strategy: str, every: int, compression: str) -> list[str]:
     return [f"strategy={strategy}", f"{AVERAGING}.every={every}", compression]
 
@@ -30,6 +37,8 @@ ROWS = {
     "pipeline, FP32": ["compression=none"],
     "pipeline, INT4": [INT4],
     "pipeline, INT4+INT2": [INT4, "compression.backward.int4.bits=2"],
+    "pipeline, transform 0.7 + 3.0": transformed(0.7, 3.0),
+    "pipeline, transform 1.0 + 3.0": transformed(1.0, 3.0),
     "local updates of 15, FP32": merged("local_updates", 15, "compression=none"),
     "local updates of 15, INT4": merged("local_updates", 15, INT4),
     "local updates of 50, INT4": merged("local_updates", 50, INT4),

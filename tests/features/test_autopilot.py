@@ -376,13 +376,18 @@ def test_codecs_are_timed_on_no_more_rows_than_tell_their_speed(
 ) -> None:
     counts = BoundaryField("counts", (), torch.int64)
     boundary = Boundary((counts, BoundaryField("hidden", (8,), torch.float32, "counted")), 8192)
-    timed: list[TensorSpec] = []
+    timed: list[tuple[TensorSpec, bool]] = []
     monkeypatch.setattr(
         "xcloud.features.autopilot.pilot.time_codec",
-        lambda codec, specs, device: timed.extend(specs) or Direction(1),
+        lambda codec, specs, device, is_gradient: (
+            timed.extend((spec, is_gradient) for spec in specs) or Direction(1)
+        ),
     )
     assert len(list(codec_costs(boundary, INT4, 16, torch.device("cpu")))) == 2
-    assert [spec.shape for spec in timed] == [(MAX_ROWS, 8)] * 2
+    assert [(spec.shape, is_gradient) for spec, is_gradient in timed] == [
+        ((MAX_ROWS, 8), False),
+        ((MAX_ROWS, 8), True),
+    ]
 
 
 FOUR_BITS = Compression(Chain(int4=BlockInt(4)), Chain(int4=BlockInt(4)))

@@ -591,7 +591,7 @@ def test_what_crosses_to_another_cloud_is_noted_on_both_sides_and_scores_are_not
     end = SimpleNamespace(
         identity=SimpleNamespace(direction="forward", boundary=1),
         fields=(hidden, mask),
-        send=lambda key, message, samples: {**message, "hidden": -message["hidden"]},
+        send=lambda key, message, samples, known: {**message, "hidden": -message["hidden"]},
         recv=lambda key, samples, known: {"hidden": 8.0, "counts": 4, **known},
         send_start="as it is",
     )
@@ -605,8 +605,9 @@ def test_what_crosses_to_another_cloud_is_noted_on_both_sides_and_scores_are_not
     assert port.send_start == "as it is"
     samples: Any = {"ids": "ids"}
     for step, kind in ((3, Kind.ACTIVATION), (4, Kind.ACTIVATION), (4, Kind.EVALUATION)):
-        message: Any = {"hidden": 2.0, "counts": 1}
-        assert port.send(MessageKey(kind, step=step), message, samples)["hidden"] == -2.0
+        message: Any = {"hidden": 2.0}
+        known: Any = {"hidden": 7.0, "counts": 1}  # of a gradient: what it is the gradient of
+        assert port.send(MessageKey(kind, step), message, samples, known)["hidden"] == -2.0
     assert port.recv(MessageKey(Kind.GRADIENT, step=5), samples, {"more": 1})["more"] == 1
     assert noted == [
         (CrossedStream("forward", 1, how, "hidden"), "ids", counts, rows)

@@ -108,9 +108,9 @@ def test_the_gradient_leaves_before_those_of_the_weights_are_computed() -> None:
     seen = []
 
     class Spy:
-        def send(self, *message: object) -> object:
+        def send(self, *message: object, known: object) -> object:
             seen.append((len(done), weight.grad is None))
-            return sender.send(*message)
+            return sender.send(*message, known=known)
 
     rank.ports[0].backward_out[0] = Spy()
     batches = {i: samples(ids) for i, ids in enumerate(cut(IDS, 4))}

@@ -168,14 +168,23 @@ class Codec(StatefulTree):
         self.compressor = copy.deepcopy(self.compressor)
         self.memory = copy.deepcopy(self.memory)
 
-    def encode(self, tensor: Tensor, rows_of: Callable[[], SampleRows]) -> Tensors:
-        """In training. rows_of: tells which rows are of which sample."""
+    def encode(
+        self,
+        tensor: Tensor,
+        rows_of: Callable[[], SampleRows],
+        activations: Tensor | None = None,
+    ) -> Tensors:
+        """In training. rows_of: tells which rows are of which sample. activations: those that the
+        tensor is the gradient of. None: it is no gradient."""
+        compress = self.compressor.compress
+        if activations is not None:
+            compress = partial(self.compressor.compress_gradient, activations=activations.detach())
         # Decoding one's own message costs as much as at the receiver, and only a memory needs it.
         if isinstance(self.memory, NoMemory):
-            return self.compressor.compress(tensor)
+            return compress(tensor)
         rows = rows_of()
         meant = self.memory.before_send(tensor, rows)
-        parts = self.compressor.compress(meant)
+        parts = compress(meant)
         # What the receiver will see, computed here once more: the memory keeps the difference.
         seen = self.compressor.decompress(parts, spec=TensorSpec.of(tensor))
         self.memory.after_send(meant, seen, rows)
@@ -275,9 +284,11 @@ class _Channel(StatefulTree):
 class Sender(Protocol):
     """The sending end of a direction of a boundary, as the pipeline knows it."""
 
-    def send(self, key: MessageKey, message: Message, samples: Samples) -> Message:
-        """Returns before delivery. message: the boundary's fields, in the graph; without those
-        that cross, what both ends know already ("counts") may be in it too.
+    def send(
+        self, key: MessageKey, message: Message, samples: Samples, known: Message = NOTHING_KNOWN
+    ) -> Message:
+        """Returns before delivery. message: the boundary's fields, in the graph. known: what both
+        ends know already: of a gradient, the message that it is the gradient of.
 
         Returns what left in place of `message`, in the graph: what comes back is its gradient.
         """
@@ -304,9 +315,11 @@ class SendChannel(_Channel):
     link: SendingEnd
     raw_bytes: int = 0
 
-    def send(self, key: MessageKey, message: Message, samples: Samples) -> Message:
+    def send(
+        self, key: MessageKey, message: Message, samples: Samples, known: Message = NOTHING_KNOWN
+    ) -> Message:
         with self.clock.during("compress"):
-            counts = message.get("counts")
+            counts = (known | message).get("counts")
             parts: list[Tensor] = []
             carries: list[str] = []
             for field in self.fields:
@@ -316,7 +329,8 @@ class SendChannel(_Channel):
                 encoded: Tensors = (tensor,)
                 if spec.is_floating:
                     rows = partial(field.sample_rows, samples, counts)
-                    encoded = self._encoded(key, field, tensor, rows=rows)
+                    activations = known.get(field.name)
+                    encoded = self._encoded(key, field, tensor, rows, activations=activations)
                 parts.extend(encoded)
                 carries.extend([field.in_words] * len(encoded))
             # The frame is made here, in the main thread, and counts as codec time; carrying it
@@ -325,7 +339,12 @@ class SendChannel(_Channel):
         return message
 
     def _encoded(
-        self, key: MessageKey, field: BoundaryField, tensor: Tensor, rows: Callable[[], SampleRows]
+        self,
+        key: MessageKey,
+        field: BoundaryField,
+        tensor: Tensor,
+        rows: Callable[[], SampleRows],
+        activations: Tensor | None,
     ) -> Tensors:
         codec = self.codecs[field.name].at(key.step)
         if key.kind is Kind.EVALUATION:
@@ -336,7 +355,7 @@ class SendChannel(_Channel):
             return codec.compress_apart(meant, stream)
         # Training alone: the ratio that a run reports is that of its steps.
         self.raw_bytes += field.raw_bytes(len(tensor))
-        return codec.encode(tensor, rows_of=rows)
+        return codec.encode(tensor, rows_of=rows, activations=activations)
 
     def send_start(self, tensors: Tensors) -> None:
         self.link.send(MessageKey(Kind.START), tensors, ("start",) * len(tensors))

@@ -72,6 +72,14 @@ class Compressor(Labelled, TensorChoice, StatefulTree):
         """Return tensors with exactly the specs of `wire_specs`. Raises ValueError for
         integers."""
 
+    def compress_gradient(self, gradient: Tensor, activations: Tensor) -> Tensors:
+        """Return tensors with the specs of `wire_specs` for a boundary's gradient.
+
+        activations: those that came over the boundary, in the same shape. A compressor may choose
+        its errors by them, as the receiver multiplies the gradient by what they were made of.
+        """
+        return self.compress(gradient)
+
     @abstractmethod
     def decompress(self, parts: Tensors, spec: TensorSpec) -> Tensor:
         """The tensor as the receiver sees it, of exactly this spec (shape and dtype)."""
@@ -200,6 +208,13 @@ class Chain(Compressor):
                 for made in (member.compress(part) if part.is_floating_point() else (part,))
             )
         return parts
+
+    def compress_gradient(self, gradient: Tensor, activations: Tensor) -> Tensors:
+        # What a member makes of a gradient is no gradient of these activations.
+        if len(self.members) == 1:
+            [member] = self.members.values()
+            return member.compress_gradient(gradient, activations)
+        return self.compress(gradient)
 
     def decompress(self, parts: Tensors, spec: TensorSpec) -> Tensor:
         specs = self._specs_after_each(spec)

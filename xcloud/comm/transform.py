@@ -12,7 +12,8 @@ import math
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,7 @@ from xcloud.comm import bit_planes
 from xcloud.comm.bit_planes import Bytes
 from xcloud.comm.compressor import Compressor, Family, Feedback, refuse_integers, wide
 from xcloud.comm.low_rank import matrix_shape
+from xcloud.comm.noise_shaping import NoiseShaping
 from xcloud.comm.state import State, copy_of
 from xcloud.net.frame import Tensors, TensorSpec
 
@@ -68,12 +70,28 @@ class _Basis:
     codes_KH: Tensor
     classes_K: Tensor
 
-    @property
+    @cached_property
     def rows_KH(self) -> Tensor:
         """Return the components, each of length 1."""
         wide_KH = self.codes_KH.float()
         unit_KH: Tensor = wide_KH / torch.linalg.vector_norm(wide_KH, dim=1, keepdim=True)
         return unit_KH
+
+    def codes(self, rows_RH: Tensor, delta: float) -> Tensor:
+        """Return whole numbers [R, K + H]: of components, then of what these leave of features."""
+        rows_KH = self.rows_KH.to(rows_RH)
+        around_RH = rows_RH - self.mean_H.to(rows_RH)
+        codes_RK = _rounded(around_RH @ rows_KH.T / delta, smaller=_DEAD)
+        # What is left is of the decoded components, so that their rounding is made good here, too.
+        rest_RH = around_RH / delta - codes_RK @ rows_KH
+        return torch.cat([codes_RK, _rounded(rest_RH, smaller=_REST - 0.5)], dim=1)
+
+    def seen(self, codes_RC: Tensor, delta: float) -> Tensor:
+        """Return the rows [R, H] that codes stand for."""
+        values = codes_RC * delta
+        values_RK, rest_RH = torch.split(values, list(self.codes_KH.shape), dim=1)
+        rest_RH = rest_RH + self.mean_H.to(values)
+        return torch.addmm(rest_RH, values_RK, self.rows_KH.to(values))
 
     def edges(self, num_features: int) -> list[int]:
         """Return where classes begin among components and, as the last class, features."""
@@ -116,11 +134,16 @@ class Transform(Compressor):
 
     step: bytes against error. 2.2 costs rows of MiniLM 23 bytes a token at a quarter of the
         variance, its gradients 9, whose usual step is larger.
-    gradients: true codes rows as gradients want it. No mean is taken off: most rows round to
-        zero, and all of them would be given what gradients of earlier updates had in common. Rows
-        are evened: one of norm n is coded as one of norm sqrt(n * usual), so that small rows do
-        not always round to zero. usual: root mean square of the message's norms. How many octaves
-        n is from it crosses as one more column of codes, 0 where a row rounds to zero.
+    gradients: how rows of a boundary's gradient are coded.
+        shaped: what the code of a row loses is made good by later rows (NoiseShaping), so that
+            weights' gradients keep what rounds to zero in each row. Other tensors, the messages
+            before the first basis, and gradients behind another compressor of a chain are coded
+            row by row.
+        evened: a row of norm n is coded as one of norm sqrt(n * usual), so that small rows do not
+            always round to zero; usual: root mean square of the message's norms. How many octaves
+            n is from it crosses as one more column of codes, 0 where a row rounds to zero. No mean
+            is taken off: all rows that round to zero would be given what gradients of earlier
+            updates had in common. For gradients of which a few rows are far larger than the rest.
     """
 
     family: ClassVar[Family] = "precision"
@@ -128,9 +151,10 @@ class Transform(Compressor):
     label_form = "transform({step:g})"
     own_names = ("seen", "since", "look_at", "features", "mean_square", "moments", "number",
                  "mean", "codes", "classes")  # fmt: skip
+    child_names = ("shaping",)
 
     step: Annotated[float, Field(ge=0.05, le=64.0)] = 2.2
-    gradients: bool = False
+    gradients: Literal["shaped", "evened"] = "shaped"
 
     def __post_init__(self) -> None:
         self.seen = 0  # rows that the moments are of, since the run began
@@ -140,6 +164,11 @@ class Transform(Compressor):
         self._moments_HH: Tensor | None = None
         self._mean_square = 0.0  # of a centred value, a running mean
         self.basis: _Basis | None = None
+        self.shaping = NoiseShaping()
+
+    @property
+    def _is_evened(self) -> bool:
+        return self.gradients == "evened"
 
     def wire_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         num_rows, num_features = matrix_shape(spec.shape)
@@ -149,6 +178,12 @@ class Transform(Compressor):
         return (TensorSpec(shape=(most,), dtype=torch.uint8, is_bound=True),)
 
     def compress(self, tensor: Tensor) -> Tensors:
+        return self._compressed(tensor, None)
+
+    def compress_gradient(self, gradient: Tensor, activations: Tensor) -> Tensors:
+        return self._compressed(gradient, None if self._is_evened else activations)
+
+    def _compressed(self, tensor: Tensor, activations: Tensor | None) -> Tensors:
         refuse_integers(tensor)
         spec = TensorSpec.of(tensor)
         num_rows, num_features = matrix_shape(spec.shape)
@@ -174,11 +209,13 @@ class Transform(Compressor):
         has_rows_enough = self.basis is not None or self.seen >= _ROWS_PER_FEATURE * self.features
         if self.features != num_features or not has_rows_enough:
             return self._alone(spec, matrix_RH, octaves_R1, unit=1.0)
-        return self._in_basis(spec, matrix_RH, octaves_R1)
+        if activations is not None:
+            activations = activations.detach().reshape(num_rows, num_features)
+        return self._in_basis(spec, matrix_RH, octaves_R1, activations_RH=activations)
 
     def _evened(self, matrix_RH: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return rows as they are coded, and by how many octaves they are below usual [R, 1]."""
-        if not self.gradients:
+        if not self._is_evened:
             return matrix_RH, None
         norms_R1 = torch.linalg.vector_norm(matrix_RH, dim=1, keepdim=True)
         usual = norms_R1.square().mean().sqrt()
@@ -221,10 +258,7 @@ class Transform(Compressor):
         if known is None or known.number != number or len(known.mean_H) != num_features:
             raise FrameError(f"basis {number} of {num_features} features has not come")
         codes, sizes_R1 = self._decoded(rest, num_rows, known.edges(num_features))
-        values = torch.from_numpy(codes).to(device, wide(spec.dtype)) * delta
-        values_RK, rest_RH = torch.split(values, [len(known.codes_KH), num_features], dim=1)
-        rest_RH = rest_RH + known.mean_H.to(values)
-        seen = torch.addmm(rest_RH, values_RK, known.rows_KH.to(values))
+        seen = known.seen(torch.from_numpy(codes).to(device, wide(spec.dtype)), delta=delta)
         return _narrowed(seen * sizes_R1.to(seen), spec)
 
     def _decoded(
@@ -232,7 +266,7 @@ class Transform(Compressor):
     ) -> tuple[npt.NDArray[np.int32], Tensor]:
         """Return the codes of a message, and by what each row is to be multiplied [R, 1]. Raises
         FrameError."""
-        if not self.gradients:
+        if not self._is_evened:
             return bit_planes.decode(rest, num_rows, edges), torch.ones(1, 1)
         codes = bit_planes.decode(rest, num_rows, [*edges, edges[-1] + 1])
         octaves_R1 = codes[:, -1:]
@@ -264,7 +298,7 @@ class Transform(Compressor):
         """Return the components of the moments, and halve these."""
         assert self._moments_HH is not None
         moments_HH = self._moments_HH / self._moments_HH[-1, -1]
-        mean_H = moments_HH[-1, :-1] * (not self.gradients)
+        mean_H = moments_HH[-1, :-1] * (not self._is_evened)
         # The last row and column of the moments are sums of the ones: the mean.
         covariance_HH = moments_HH[:-1, :-1] - torch.outer(mean_H, mean_H)
         values_H, vectors_HH = torch.linalg.eigh(covariance_HH)
@@ -282,7 +316,13 @@ class Transform(Compressor):
         classes = torch.from_numpy(_classes(sd_H[:num_kept].numpy()))
         return _Basis(number, mean_H=mean_H.float(), codes_KH=codes_KH, classes_K=classes)
 
-    def _in_basis(self, spec: TensorSpec, matrix_RH: Tensor, octaves_R1: Tensor | None) -> Tensors:
+    def _in_basis(
+        self,
+        spec: TensorSpec,
+        matrix_RH: Tensor,
+        octaves_R1: Tensor | None,
+        activations_RH: Tensor | None,
+    ) -> Tensors:
         is_first = self.basis is None
         basis = self._measured() if self.basis is None else self.basis
         own = float((matrix_RH - basis.mean_H.to(matrix_RH)).square().mean())
@@ -290,33 +330,50 @@ class Transform(Compressor):
         usual = min(max(self._mean_square, own / _NEAR), own * _NEAR)
         self._mean_square = usual + _FADE * (own - usual)
         delta = self.step * math.sqrt(self._mean_square)
-        used, coded = _coded_in(basis, matrix_RH, delta, spec, octaves_R1)
+
+        def coded_in(basis: _Basis) -> _Coded:
+            def codes_of(delta: float) -> tuple[Tensor, Tensor | None]:
+                if activations_RH is None:
+                    return basis.codes(matrix_RH, delta), None
+
+                def code(rows_rH: Tensor) -> tuple[Tensor, Tensor]:
+                    codes_rC = basis.codes(rows_rH, delta)
+                    return codes_rC, basis.seen(codes_rC, delta)
+
+                return self.shaping.shaped(matrix_RH, activations_RH, code, seed=self.seen)
+
+            edges = basis.edges(num_features=matrix_RH.shape[1])
+            return _coded(codes_of, delta, edges, spec, octaves_R1)
+
+        made = coded_in(basis)
         has_new = is_first
         # A basis costs bytes: look ever more seldom, and send one only if it would have paid.
         if not is_first and self.since >= self.look_at:
             self.look_at = 2 * self.since
             other = self._measured()
-            other_used, other_coded = _coded_in(other, matrix_RH, delta, spec, octaves_R1)
+            other_made = coded_in(other)
             # What has been sent since the last basis, had it been as much shorter as this message
             # is.
-            would_save = self.since * (1 - len(other_coded) / len(coded))
+            would_save = self.since * (1 - len(other_made.data) / len(made.data))
             if would_save > other.packed().nbytes:
-                has_new, basis, used, coded = True, other, other_used, other_coded
+                has_new, basis, made = True, other, other_made
         if has_new:
             self.basis = basis
             self.since = 0
             self.look_at = _LOOK_AT * basis.packed().nbytes
-        self.since += len(coded)
+        self.since += len(made.data)
+        self.shaping.owed_FH = made.owed_FH
+        content = made.data
         if has_new:
-            coded = np.concatenate([basis.packed(), coded])
+            content = np.concatenate([basis.packed(), content])
         return self._message(
             spec,
             kind=_WITH_BASIS if has_new else _IN_BASIS,
             device=matrix_RH.device,
             number=basis.number,
             num_components=len(basis.codes_KH),
-            delta=used,
-            content=coded,
+            delta=made.delta,
+            content=content,
         )
 
     def _alone(
@@ -328,7 +385,7 @@ class Transform(Compressor):
         edges = [0, num_features]
         head = np.zeros(0, dtype=np.uint8)
         if len(matrix_RH) >= _FEW_ROWS:
-            mean_H = matrix_RH.mean(0) * (not self.gradients)
+            mean_H = matrix_RH.mean(0) * (not self._is_evened)
             matrix_RH = matrix_RH - mean_H
             sd_H = matrix_RH.square().mean(0).sqrt().cpu().double().numpy()
             # Features of like deviation stand together, so that each class has gaps of its own
@@ -340,8 +397,8 @@ class Transform(Compressor):
         rms = float(matrix_RH.square().mean().sqrt()) or 1.0
         delta = largest / max(1, round(largest / rms / self.step))  # what is alone is kept
         values_RH = matrix_RH[:, torch.from_numpy(order_H).to(matrix_RH.device)]
-        delta, coded = _coded(
-            lambda delta: _rounded(values_RH / delta, smaller=0.0),
+        made = _coded(
+            lambda delta: (_rounded(values_RH / delta, smaller=0.0), None),
             delta,
             edges,
             spec,
@@ -352,8 +409,8 @@ class Transform(Compressor):
             spec,
             kind=_ALONE,
             device=matrix_RH.device,
-            delta=delta * unit,
-            content=np.concatenate([head, coded]),
+            delta=made.delta * unit,
+            content=np.concatenate([head, made.data]),
         )
 
     def _message(
@@ -405,25 +462,12 @@ class Transform(Compressor):
             )
 
 
-def _coded_in(
-    basis: _Basis,
-    matrix_RH: Tensor,
-    delta: float,
-    spec: TensorSpec,
-    octaves_R1: Tensor | None,
-) -> tuple[float, Bytes]:
-    """Return the step and the codes of rows in a basis."""
-    rows_KH = basis.rows_KH.to(matrix_RH)
-    around_RH = matrix_RH - basis.mean_H.to(matrix_RH)
-    values_RK = around_RH @ rows_KH.T
+class _Coded(NamedTuple):
+    """The step and the codes of a message, and what noise shaping owes after it."""
 
-    def codes(delta: float) -> Tensor:
-        codes_RK = _rounded(values_RK / delta, smaller=_DEAD)
-        # What is left is of the decoded components, so that their rounding is made good here, too.
-        rest_RH = around_RH / delta - codes_RK @ rows_KH
-        return torch.cat([codes_RK, _rounded(rest_RH, smaller=_REST - 0.5)], dim=1)
-
-    return _coded(codes, delta, basis.edges(num_features=matrix_RH.shape[1]), spec, octaves_R1)
+    delta: float
+    data: Bytes
+    owed_FH: Tensor | None
 
 
 def _rounded(values: Tensor, smaller: float) -> Tensor:
@@ -434,30 +478,32 @@ def _rounded(values: Tensor, smaller: float) -> Tensor:
 
 
 def _coded(
-    codes_of: Callable[[float], Tensor],
+    codes_of: Callable[[float], tuple[Tensor, Tensor | None]],
     delta: float,
     edges: list[int],
     spec: TensorSpec,
     octaves_R1: Tensor | None,
     taken: int = 0,
-) -> tuple[float, Bytes]:
-    """Return the step, and the codes of a message, which are not longer than a receiver takes.
+) -> _Coded:
+    """Return codes of a message which are not longer than a receiver takes.
 
-    codes_of: returns the codes for a step. delta: the step to begin with. taken: bytes of the
-    message that others need. octaves_R1: one more column of codes, for rows that are not zero.
+    codes_of: returns the codes for a step, and what noise shaping owes after them.
+    delta: the step to begin with.
+    taken: bytes of the message that others need.
+    octaves_R1: one more column of codes, for rows that are not zero.
     """
     if octaves_R1 is not None:
         edges = [*edges, edges[-1] + 1]
     most = _most_bytes(*matrix_shape(spec.shape)) - taken
     delta = float(np.array(delta, dtype=_delta_type(spec)))  # as it will be read
     while True:
-        codes_RC = codes_of(delta)
+        codes_RC, owed_FH = codes_of(delta)
         if octaves_R1 is not None:
             codes_RC = torch.cat([codes_RC, octaves_R1 * codes_RC.any(1, keepdim=True)], dim=1)
         codes = codes_RC.to(torch.int32).cpu().numpy()
         coded = bit_planes.encode(codes, edges=edges)
         if coded is not None and len(coded) <= most:
-            return delta, coded
+            return _Coded(delta, coded, owed_FH=owed_FH)
         delta *= 2
 
 

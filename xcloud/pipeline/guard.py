@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
+from torch import Tensor
 
-from xcloud.comm.channel import Message, Samples, SendChannel
+from xcloud.comm.channel import NOTHING_KNOWN, Message, Samples, SendChannel
 from xcloud.net.frame import MessageKey
 from xcloud.security.defences import LABEL, Defence
 
@@ -22,17 +23,23 @@ class Guard:
         # Not drawn from the run's seed: the receiver knows that one too.
         self._chance = np.random.default_rng()
 
-    def send(self, key: MessageKey, message: Message, samples: Samples) -> Message:
-        return self._channel.send(key, self._protected(message, samples=samples), samples)
+    def send(
+        self, key: MessageKey, message: Message, samples: Samples, known: Message = NOTHING_KNOWN
+    ) -> Message:
+        counts = (known | message).get("counts")
+        protected = self._protected(message, counts=counts, samples=samples)
+        return self._channel.send(key, protected, samples, known)
 
-    def _protected(self, message: Message, samples: Samples) -> Message:
+    def _protected(self, message: Message, counts: Tensor | None, samples: Samples) -> Message:
         labels = samples[LABEL] if self._defence.needs_labels else None
         protected = dict(message)
         with self._channel.clock.during("compress"):
             for field in self.fields:
                 if field.dtype.is_floating_point:
-                    counts = field.counts(message.get("counts"))
                     protected[field.name] = self._defence.protect(
-                        message[field.name], counts=counts, labels=labels, chance=self._chance
+                        message[field.name],
+                        counts=field.counts(counts),
+                        labels=labels,
+                        chance=self._chance,
                     )
         return protected

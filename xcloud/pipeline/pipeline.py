@@ -339,13 +339,14 @@ class Pipeline:
         port = self.ports[action.stage - 1]
         if not port.boundary.gradient_fields:
             return
-        message = _integers(received)
+        gradients: Message = {}
         for entry in port.boundary.gradient_fields:
             value = received[entry.name]
             # A field that the stage did not use has gradient zero.
-            message[entry.name] = value.grad if value.grad is not None else torch.zeros_like(value)
+            gradient = value.grad if value.grad is not None else torch.zeros_like(value)
+            gradients[entry.name] = gradient
         peer = self.layout.owner(action.stage - 1, micro_batch=action.micro_batch)
-        port.backward_out[peer].send(now.key(action), message, batch)
+        port.backward_out[peer].send(now.key(action), gradients, batch, known=received)
 
 
 def _integers(message: Message) -> Message:

@@ -58,7 +58,9 @@ class Loopback:
     _messages: dict[MessageKey, Message] = field(default_factory=dict)
     _start: Tensors = ()
 
-    def send(self, key: MessageKey, message: Message, samples: Samples) -> Message:
+    def send(
+        self, key: MessageKey, message: Message, samples: Samples, known: Message = NOTHING_KNOWN
+    ) -> Message:
         self._messages[key] = {name: value.detach() for name, value in message.items()}
         return message
 
@@ -66,7 +68,7 @@ class Loopback:
         self._start = tensors
 
     def recv(self, key: MessageKey, samples: Samples, known: Message = NOTHING_KNOWN) -> Message:
-        return self._messages.pop(key)
+        return {**known, **self._messages.pop(key)}
 
     def recv_start(self, specs: tuple[TensorSpec, ...]) -> Tensors:
         return self._start

@@ -11,6 +11,7 @@ import copy
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from xcloud.comm.channel import Codec
 from xcloud.comm.compressor import Compressor
-from xcloud.comm.memory import NoMemory
+from xcloud.comm.memory import NoMemory, SampleRows
 from xcloud.net.frame import Kind, MessageKey, TensorSpec, decode_frame, encode_frame, seal_frame
 from xcloud.simulator.costs import Direction
 
@@ -59,11 +60,15 @@ rows."""
 
 
 def time_codec(
-    compressor: Compressor, specs: Sequence[TensorSpec], device: torch.device
+    compressor: Compressor,
+    specs: Sequence[TensorSpec],
+    device: torch.device,
+    is_gradient: bool = False,
 ) -> Direction:
     """Return the costs of one message of random tensors with these specs.
 
-    They are the bytes of the whole frame, the seconds of compressing with framing, and those of
+    is_gradient: whether they are compressed as gradients of a boundary's activations. The costs
+    are the bytes of the whole frame, the seconds of compressing with framing, and those of
     decompressing.
     """
     generator = torch.Generator().manual_seed(0)
@@ -82,9 +87,14 @@ def time_codec(
             value *= torch.arange(1, spec.shape[-1] + 1) ** -FALL
         values.append(value.to(device))
 
+    drawn = [torch.randn(spec.shape, generator=generator).to(device) for spec in specs]
+    activations = drawn if is_gradient else [None] * len(specs)
+    no_rows = partial(SampleRows, ids=(), counts=())  # which only a memory asks for
+
     def encode() -> Tensor:
-        each = zip(codecs, values, strict=True)
-        parts = (part for codec, value in each for part in codec.compressor.compress(value))
+        parts: list[Tensor] = []
+        for codec, value, own in zip(codecs, values, activations, strict=True):
+            parts.extend(codec.encode(value, rows_of=no_rows, activations=own))
         return encode_frame(MessageKey(Kind.ACTIVATION), parts=tuple(parts), sequence=0)
 
     frame = encode()

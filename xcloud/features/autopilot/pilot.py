@@ -283,4 +283,5 @@ def codec_costs(
             # the forecast scales what is timed here by bytes.
             most = max(f.max_rows(num_samples, boundary.max_rows_per_sample) for f in compressed)
             specs = [field.spec(min(MAX_ROWS, most)) for field in compressed]
-            yield direction, time_codec(compressor, specs, device)
+            is_gradient = direction == "backward"
+            yield direction, time_codec(compressor, specs, device, is_gradient=is_gradient)

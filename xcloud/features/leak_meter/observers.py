@@ -180,14 +180,20 @@ class ObservedEnd:
     def __getattr__(self, name: str) -> Any:  # send_start, recv_start
         return getattr(self.end, name)
 
-    def send(self, key: MessageKey, message: Message, samples: Samples) -> Message:
+    def send(
+        self, key: MessageKey, message: Message, samples: Samples, known: Message = NOTHING_KNOWN
+    ) -> Message:
         # What `send` returns left in place of the message, with the noise of a defence in it.
-        return self._note(key, self.end.send(key, message, samples), samples=samples, how="sent")
+        sent: Message = self.end.send(key, message, samples, known)
+        self._note(key, {**known, **sent}, samples=samples, how="sent")
+        return sent
 
     def recv(self, key: MessageKey, samples: Samples, known: Message = NOTHING_KNOWN) -> Message:
-        return self._note(key, self.end.recv(key, samples, known), samples=samples, how="received")
+        received: Message = self.end.recv(key, samples, known)
+        self._note(key, received, samples=samples, how="received")
+        return received
 
-    def _note(self, key: MessageKey, message: Message, samples: Samples, how: str) -> Message:
+    def _note(self, key: MessageKey, message: Message, samples: Samples, how: str) -> None:
         if key.kind is not Kind.EVALUATION and self.observer.wants(key.step):
             identity = self.end.identity
             for field in (f for f in self.end.fields if f.dtype.is_floating_point):
@@ -202,7 +208,6 @@ class ObservedEnd:
                 self.observer.message(
                     stream, ids=samples["ids"], counts=counts, rows=message[field.name]
                 )
-        return message
 
 
 def observed(
