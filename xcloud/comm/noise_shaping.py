@@ -18,7 +18,7 @@ from xcloud.comm.state import State, StatefulTree, copy_of
 _BLOCKS = 24  # of rows, whose errors the later ones make good
 _RIDGE = 1.0  # mean squared lengths of a row's activations
 
-Code = Callable[[Tensor], tuple[Tensor, Tensor]]
+CodeRows = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Codes rows [r, H]. Returns the codes [r, C], and the rows as the receiver will see them."""
 
 
@@ -54,7 +54,7 @@ class NoiseShaping(StatefulTree):
         self.owed_FH: Tensor | None = None
 
     def shaped(
-        self, gradient_RH: Tensor, activations_RH: Tensor, code: Code, seed: int
+        self, gradient_RH: Tensor, activations_RH: Tensor, code: CodeRows, seed: int
     ) -> tuple[Tensor, Tensor]:
         """Return the codes [R, C] of a message with at least one row, and what is owed once it is
         sent [F, H], which the caller keeps as `owed_FH`.

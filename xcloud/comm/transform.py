@@ -331,7 +331,7 @@ class Transform(Compressor):
         self._mean_square = usual + _FADE * (own - usual)
         delta = self.step * math.sqrt(self._mean_square)
 
-        def coded_in(basis: _Basis) -> _Coded:
+        def coded_in(basis: _Basis) -> _Codes:
             def codes_of(delta: float) -> tuple[Tensor, Tensor | None]:
                 if activations_RH is None:
                     return basis.codes(matrix_RH, delta), None
@@ -462,7 +462,7 @@ class Transform(Compressor):
             )
 
 
-class _Coded(NamedTuple):
+class _Codes(NamedTuple):
     """The step and the codes of a message, and what noise shaping owes after it."""
 
     delta: float
@@ -484,7 +484,7 @@ def _coded(
     spec: TensorSpec,
     octaves_R1: Tensor | None,
     taken: int = 0,
-) -> _Coded:
+) -> _Codes:
     """Return codes of a message which are not longer than a receiver takes.
 
     codes_of: returns the codes for a step, and what noise shaping owes after them.
@@ -503,7 +503,7 @@ def _coded(
         codes = codes_RC.to(torch.int32).cpu().numpy()
         coded = bit_planes.encode(codes, edges=edges)
         if coded is not None and len(coded) <= most:
-            return _Coded(delta, coded, owed_FH=owed_FH)
+            return _Codes(delta, coded, owed_FH=owed_FH)
         delta *= 2
 
 
