@@ -57,7 +57,8 @@ def test_a_template_writes_what_transformers_has_it_write(template: str, ask: bo
 
 
 DATED = (
-    "{{ strftime_now('%d %b %Y %H:%M:%S.%f') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    "{{ strftime_now('%d %b %Y %H:%M:%S.%f %s') }}"
+    "{% for m in messages %}{{ m.content }}{% endfor %}"
 )
 
 
@@ -66,10 +67,16 @@ def test_a_template_that_writes_the_day_writes_the_runs(
     zone: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TZ", zone)
+    # A process that an earlier test has started would keep the zone of that test.
+    chat_template.template_process().close()
     tokenizer = CausalTokenizer(tokenizer_with(DATED), "toy")
-    assert tokenizer.render(CHAT[:1], False, "here").startswith("01 Jan 2026 00:00:00.000000")
+    assert tokenizer.render(CHAT[:1], False, "here").startswith(
+        "01 Jan 2026 00:00:00.000000 1767225600"
+    )
     tokenizer.date = "2024-02-29"
-    assert tokenizer.render(CHAT[:1], False, "here").startswith("29 Feb 2024 00:00:00.000000")
+    assert tokenizer.render(CHAT[:1], False, "here").startswith(
+        "29 Feb 2024 00:00:00.000000 1709164800"
+    )
     assert tokenizer.writes_date
     other = CausalTokenizer(tokenizer_with(USUAL["chatml"]), "toy")
     other.render(CHAT, False, "here")
@@ -157,6 +164,31 @@ def test_a_template_that_takes_too_much_is_an_error_and_the_next_one_is_written(
     with pytest.raises(DataError, match=f"here: the chat template of toy cannot write.*{said}"):
         CausalTokenizer(tokenizer_with(template), "toy").render(CHAT, False, "here")
     assert CausalTokenizer(tokenizer_with("x"), "toy").render(CHAT, False, "here") == "x"
+
+
+NOT_REPEATABLE = {
+    "random": ("{{ range(100000) | random }}", "it draws at random"),
+    "map": ("{{ [[1, 2], [3, 4]] | map('random') | list }}", "it draws at random"),
+    "lipsum": ("{{ lipsum(n=1) }}", "it draws at random"),
+    "object": ("{{ cycler(1) }}", "an address in memory"),
+    "function": ("{{ raise_exception }}", "an address in memory"),
+    "method": ("{{ messages[0].content.upper }}", "an address in memory"),
+}
+
+
+@pytest.mark.parametrize(("template", "said"), NOT_REPEATABLE.values(), ids=NOT_REPEATABLE)
+def test_a_template_that_would_write_other_texts_in_another_process_is_refused(
+    template: str, said: str
+) -> None:
+    with pytest.raises(DataError, match=f"here: the chat template of toy cannot write.*{said}"):
+        CausalTokenizer(tokenizer_with(template), "toy").render(CHAT, False, "here")
+
+
+def test_a_chat_may_speak_of_addresses_itself() -> None:
+    chat = [{"role": "user", "content": "what is <function f at 0x7f3a5ce02fc0>?"}]
+    template = "{{ messages[0].content }}"
+    found = CausalTokenizer(tokenizer_with(template), "toy").render(chat, False, "here")
+    assert found == chat[0]["content"]
 
 
 def test_a_folder_s_template_is_read_and_kept(tmp_path: Path) -> None:

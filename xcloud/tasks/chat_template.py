@@ -12,6 +12,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -34,6 +35,9 @@ MAX_CHARACTERS = 16 << 20
 DATE = "2026-01-01"
 """The day that it is for every template of a run, unless task.date names another: by the clock of
 a machine a run would go on with other texts than it began with, and two clouds would differ."""
+ADDRESS = re.compile(r" at 0x[0-9a-f]+>")
+"""The end of how Python writes an object that has no text of its own: its address, which is
+another one in each process."""
 
 
 class TemplateError(Exception):
@@ -129,6 +133,7 @@ def main() -> None:
     the processor each may take."""
     import resource
 
+    import jinja2.defaults
     from transformers.utils import chat_template_utils
 
     class Clock(datetime):
@@ -144,6 +149,18 @@ def main() -> None:
 
     # Templates ask strftime_now, which transformers takes from this name.
     chat_template_utils.datetime = Clock  # type: ignore[attr-defined]
+    # The format %s counts seconds by the machine's time zone, and clouds may be in several.
+    os.environ["TZ"] = "UTC"
+    time.tzset()
+
+    def refuse_draw(*values: object, **settings: object) -> str:
+        raise ValueError(
+            "it draws at random (random or lipsum), so two clouds, or a resumed run, would learn "
+            "other texts"
+        )
+
+    jinja2.defaults.DEFAULT_FILTERS["random"] = refuse_draw
+    jinja2.defaults.DEFAULT_NAMESPACE["lipsum"] = refuse_draw
 
     def limit(kind: int, most: int) -> None:
         # An unprivileged process may lower a hard limit and never raise it again, so only the soft
@@ -172,6 +189,12 @@ def main() -> None:
             Clock.was_asked = False
             # Only the text is wanted; the second value is which of it the assistant wrote.
             text = chat_template_utils.render_jinja_template(**request["chat"])[0][0]
+            # A text of a chat may hold such words itself, and the request then holds them, too.
+            if (found := ADDRESS.search(text)) and found.group() not in line:
+                raise ValueError(
+                    "it writes an address in memory, which differs between clouds and runs: "
+                    f"{found.group():.30}"
+                )
             # Checked before it is sent: the parent reads the whole line.
             if len(text) > MAX_CHARACTERS:
                 raise ValueError(f"it writes {len(text):,} characters; at most {MAX_CHARACTERS:,}")
