@@ -55,6 +55,29 @@ def pairs_of(rows: Rows) -> list[tuple[str, str]]:
     return list(zip(rows.texts["source"], rows.texts["target"], strict=True))
 
 
+BESIDE = {
+    "another part": (["train-2.tsv"], "train-2.tsv"),
+    "a backup": (["train.tsv.bak", "train.tsv.old"], "train.tsv.bak, train.tsv.old"),
+    "an editor's copy": (["train.tsv~"], "train.tsv~"),
+    "a shard": (["train-00001-of-00002.tsv"], "train-00001-of-00002.tsv"),
+    "capitals": (["MORE.TSV", "Train.JSON.GZ"], "MORE.TSV, Train.JSON.GZ"),
+    "another form": (["train (copy).csv", "more.xlsx"], "more.xlsx, train (copy).csv"),
+    "one side": (["extra.es"], "extra.es"),
+    "no data": (["README.md", "LICENSE", "._train.tsv", "training_notes.md"], None),
+}
+
+
+@pytest.mark.parametrize(("names", "said"), BESIDE.values(), ids=BESIDE)
+def test_files_beside_the_training_set_that_are_not_read_are_named(
+    names: list[str], said: str | None, tmp_path: Path
+) -> None:
+    write_tsv(tmp_path / "train.tsv", PAIRS)
+    for name in names:
+        (tmp_path / name).write_text("es\ten\nmás\tmore\n")
+    remarks = [one for one in read(tmp_path).remarks if one.startswith("not read")]
+    assert remarks == ([] if said is None else [f"not read, beside what is: {said}"])
+
+
 def test_tables_with_all_splits_come_back_as_they_are(tmp_path: Path) -> None:
     write_tsv(tmp_path / "train.tsv.gz", PAIRS)
     write_tsv(tmp_path / "validation.tsv", [("sí", "yes")])
@@ -64,7 +87,10 @@ def test_tables_with_all_splits_come_back_as_they_are(tmp_path: Path) -> None:
     assert pairs_of(corpus.splits["train"]) == PAIRS
     assert pairs_of(corpus.splits["dev"]) == [("sí", "yes")]
     assert pairs_of(corpus.splits["test"]) == [("¿qué?", "what?"), ("", "empty")]
-    assert corpus.remarks == ["test: 1 empty cells of source are kept"]
+    assert corpus.remarks == [
+        "not read, beside what is: train_extra.tsv",
+        "test: 1 empty cells of source are kept",
+    ]
 
 
 def test_other_columns_are_dropped_and_choice_of_languages_is_by_header(tmp_path: Path) -> None:

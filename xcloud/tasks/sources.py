@@ -48,6 +48,7 @@ from xcloud.tasks.rows import (
     Names,
     Source,
     SplitTables,
+    Tables,
     check_columns,
     check_is_no_header,
 )
@@ -57,8 +58,9 @@ NOTHING: tuple[object, ...] = (None, "", [], {})  # what a cell holds that says 
 SAVED = ("dataset_dict.json", "state.json")  # what save_to_disk leaves in a folder
 MAX_COLUMNS = 1000  # of a .csv that are read as they stand
 MAX_WORDS = 300  # characters of another library's message
-# Endings of files that may hold data: what has one of them and is not read is said.
+NAMED_AS_SET = re.compile(rf"({'|'.join(('train', 'test', *DEV_NAMES))})(?![a-z])")
 SECOND_COPY = re.compile(r"( ?\(\d+\)| - copy( \(\d+\))?| copy( \d+)?|~)(?=$|\.)", re.IGNORECASE)
+# Endings of files that may hold data: what has one of them and is not read is said.
 DATA_ENDINGS = frozenset(
     ("csv", "tsv", "json", "jsonl", "ndjson", "txt", "parquet", "arrow", "feather", "xlsx", "ods",
      "zip", "tar", "bz2", "xz", "zst", "7z")
@@ -359,7 +361,26 @@ class Folder(InFolder):
         )
         names = {s: [f.names[0] for f in chain(*of.values())] for s, of in tables.items()}
         key = None if self.test_file is None else "task.data.test_file"
-        return SplitTables(tables, facts={"files": names}, test_key=key)
+        return SplitTables(
+            tables, facts={"files": names}, remarks=self._say_unread(tables, form), test_key=key
+        )
+
+    def _say_unread(self, tables: Tables, form: Form) -> list[str]:
+        """Return a remark on the files of the folder that hold data, by their ending or because
+        they are named as a set is, and that no split takes."""
+        folder = Path(self.where(form))
+        chosen = [one for of in tables.values() for sets in of.values() for one in sets]
+        taken = {name for one in chosen for name in one.names[1:]}  # the first has no ending
+        other = {*unread_files(folder, form)}
+        for path in folder.iterdir():
+            ending = path.name.lower().removesuffix(".gz").rpartition(".")[2]
+            is_data = ending in form.endings or ending in form.languages
+            # train.jsonl.bak and train.jsonl.old: the name of a set, with any ending.
+            is_named = NAMED_AS_SET.match(path.name.lower()) is not None
+            if (is_data or is_named) and path.is_file() and not path.name.startswith("._"):
+                other.add(path.name)
+        names = sorted(other - taken)
+        return [f"not read, beside what is: {listed(names)}"] if names else []
 
     def _check_is_no_copy(self, file: TextFile, form: Form) -> None:
         """Raise DataError for a file that a browser or a desktop has named as a second one, unless
