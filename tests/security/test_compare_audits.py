@@ -241,9 +241,44 @@ def test_a_hostile_record_is_refused(content: str, said: str, tmp_path: Path) ->
         main([str(tmp_path / "a"), str(tmp_path / "b")])
 
 
+def set_count(record: dict[str, Any], **changes: Any) -> None:
+    record["attempts"][0]["received"][0].update(changes)
+
+
+def add_count(record: dict[str, Any], **changes: Any) -> None:
+    counts = record["attempts"][0]["sent"]
+    first = record["attempts"][0]["received"][0]
+    counts += [{**first, **changes}, {**first, **changes}]
+
+
+IMPOSSIBLE: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "a rank that is not there": (lambda r: set_count(r, rank=7), "names rank 7, which is not"),
+    "a rank to itself": (lambda r: set_count(r, rank=1), "names rank 1, which is not another"),
+    "its own rank": (lambda r: r.update(rank=2), "it is of rank 2, and counts 2 ranks"),
+    "a kind": (lambda r: set_count(r, kind="sideways"), "no messages of the kind 'sideways'"),
+    "a kind twice": (lambda r: add_count(r, kind="stop"), "sent: a kind of messages stands twice"),
+    "an attempt twice": (
+        lambda r: r.update(attempts=r["attempts"] * 2), "it has an attempt twice",
+    ),
+    "bytes of nothing": (lambda r: set_count(r, messages=0), "0 messages of the kind"),
+    "fewer bytes than heads": (lambda r: set_count(r, bytes=5), "cannot have 5 bytes"),
+    "another cloud": (lambda r: set_count(r, cloud="cloud_c"), "rank 0 is of 'cloud_c'; by"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "said"), IMPOSSIBLE.values(), ids=IMPOSSIBLE)
+def test_a_record_that_no_rank_can_have_written_is_refused(
+    change: Callable[[dict[str, Any]], None], said: str, tmp_path: Path
+) -> None:
+    crossing(tmp_path)
+    changed(audit_file(tmp_path / "b", 1), change)
+    with pytest.raises(DataError, match=said):
+        main([str(tmp_path / "a"), str(tmp_path / "b")])
+
+
 def test_two_records_of_one_rank_are_refused(tmp_path: Path) -> None:
     crossing(tmp_path)
-    changed(audit_file(tmp_path / "b", 1), lambda record: record.update(rank=0))
+    changed(audit_file(tmp_path / "b", 1), lambda record: record.update(rank=0, attempts=[]))
     with pytest.raises(DataError, match=r"another record of rank 0|rank 0 is of 'cloud_b'"):
         main([str(tmp_path / "a"), str(tmp_path / "b")])
 

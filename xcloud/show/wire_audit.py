@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -21,9 +21,11 @@ from xcloud.base.bounded import parsed_json
 from xcloud.base.errors import DataError, SealError
 from xcloud.base.run_folder import check_is_folder, owned
 from xcloud.base.terminal import say
+from xcloud.base.wording import quoted
 from xcloud.job.audit_keys import known_certificates
 from xcloud.line.keys import Certificate
 from xcloud.line.sealing import verify
+from xcloud.net.frame import HEAD_BYTES, Kind
 from xcloud.security.audit import (
     MAX_BYTES,
     MAX_RANKS,
@@ -38,6 +40,8 @@ from xcloud.security.audit import (
 MAX_SIGNATURE_BYTES = 1 << 16
 
 _Name = Annotated[str, Field(max_length=200)]
+_COUNTED = {kind.name.lower() for kind in Kind if kind is not Kind.CLOSE}
+"""The kinds of messages that records count."""
 
 
 class _Count(BaseModel):
@@ -195,6 +199,7 @@ def compare(folders: Sequence[Path]) -> Comparison:
         except SealError as error:
             signatures[str(path)] = str(error)
             refused.append(str(path))
+    _check_clouds(records.values())
     # Each record says how many ranks there were; the largest number counts.
     num_ranks = max(record.num_ranks for record in records.values())
     missing = sorted(set(range(num_ranks)) - records.keys())
@@ -205,6 +210,55 @@ def compare(folders: Sequence[Path]) -> Comparison:
         for pair in _pairs(sender, receiver=receiver)
     ]
     return Comparison(pairs, missing, signatures, refused=refused)
+
+
+def _check(path: Path, record: _Record) -> None:
+    """Raise DataError for a record that no rank can have written. What names another rank, or
+    stands twice, would be compared with nothing, and the records would agree all the same."""
+
+    def refuse(said: str) -> NoReturn:
+        raise DataError(f"{path} is no record of what crossed: {said}")
+
+    if record.rank >= record.num_ranks:
+        refuse(f"it is of rank {record.rank}, and counts {record.num_ranks} ranks from 0")
+    numbers = [one.attempt for one in record.attempts]
+    if len({*numbers}) < len(numbers):
+        refuse("it has an attempt twice")
+    for attempt in record.attempts:
+        for way, counts in (("sent", attempt.sent), ("received", attempt.received)):
+            where = f"attempt {attempt.attempt}, {way}"
+            seen = {(one.rank, one.kind) for one in counts}
+            if len(seen) < len(counts):
+                refuse(f"{where}: a kind of messages stands twice for one rank")
+            for one in counts:
+                if one.rank >= record.num_ranks or one.rank == record.rank:
+                    refuse(
+                        f"{where}: it names rank {one.rank}, which is not another one of its "
+                        f"{record.num_ranks} ranks"
+                    )
+                if one.kind not in _COUNTED:
+                    refuse(f"{where}: there are no messages of the kind {quoted(one.kind)}")
+                # Every frame has a head, so no message is shorter.
+                if one.messages == 0 or one.bytes < one.messages * HEAD_BYTES:
+                    refuse(
+                        f"{where}: {one.messages:,} messages of the kind {one.kind} cannot have "
+                        f"{one.bytes:,} bytes"
+                    )
+
+
+def _check_clouds(records: Iterable[_Record]) -> None:
+    """Raise DataError if records place one rank in different clouds."""
+    clouds: dict[int, str] = {}
+    for record in records:
+        named = [(record.rank, record.cloud)]
+        for attempt in record.attempts:
+            named += [(one.rank, one.cloud) for one in (*attempt.sent, *attempt.received)]
+        for rank, cloud in named:
+            if clouds.setdefault(rank, cloud) != cloud:
+                raise DataError(
+                    f"the record of rank {record.rank} says that rank {rank} is of {cloud!r}; by "
+                    f"another count it is of {clouds[rank]!r}"
+                )
 
 
 def _files(folders: Iterable[Path]) -> Iterator[Path]:
@@ -222,10 +276,12 @@ def _files(folders: Iterable[Path]) -> Iterator[Path]:
 def _read(path: Path) -> tuple[bytes, _Record]:
     data = bounded_bytes(path, MAX_BYTES)
     try:
-        return data, _Record.model_validate(parsed_json(data))
+        record = _Record.model_validate(parsed_json(data))
     except (ValidationError, ValueError, RecursionError) as error:
         line = str(error).splitlines()[0]
         raise DataError(f"{path} is no record of what crossed: {line:.200}") from None
+    _check(path, record)
+    return data, record
 
 
 def _signature(file: Path) -> Mapping[str, Any]:
