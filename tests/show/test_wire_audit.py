@@ -255,6 +255,37 @@ def test_a_record_of_another_owner_is_read_within_bounds(text: str, tmp_path: Pa
         join_audit(tmp_path)
 
 
+SENT = {"to": "a", "receiver": 0, "boundary": 0, "kind": "batch", "parts": [],
+        "num_messages": 2, "num_bytes": 200}  # fmt: skip
+WITHOUT_TO = {key: value for key, value in SENT.items() if key != "to"}
+CONTRADICTORY = {
+    "no receiver": ([rank_record(1, messages=[WITHOUT_TO])], "to Field required"),
+    "a receiver that is no name": ([rank_record(1, messages=[SENT | {"to": ["a"]}])], "messages"),
+    "no sender's cloud": ([rank_record(0, received=[SENT | {"sender": 2}])], "from Field"),
+    "a sender that is not there": (
+        [rank_record(0, received=[SENT | {"sender": 9, "from": "z"}])],
+        "rank 0 .* names rank 9, and the run has 3 ranks",
+    ),
+    "a rank that is not there": ([rank_record(7)], "names rank 7, and the run has 3 ranks"),
+    "a rank twice": ([rank_record(1, messages=[SENT])] * 2, "two records of rank 1"),
+    "two runs": ([rank_record(0), rank_record(1, num_ranks=9)], "with 3 and with 9 ranks"),
+    "a kind": ([rank_record(1, messages=[SENT | {"kind": "sideways"}])], "no messages of this"),
+    "bytes of no messages": (
+        [rank_record(1, messages=[SENT | {"num_messages": 0}])], "greater than or equal to 1",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("records", "said"), CONTRADICTORY.values(), ids=CONTRADICTORY)
+def test_records_that_name_what_is_not_there_are_not_joined(
+    records: list[dict[str, Any]], said: str, tmp_path: Path
+) -> None:
+    for number, record in enumerate(records):
+        (tmp_path / f"rank{number}.wire.json").write_text(json.dumps(record))
+    with pytest.raises(DataError, match=said):
+        join_audit(tmp_path)
+
+
 def test_no_value_of_a_message_is_kept() -> None:
     record = LinkRecord(LinkName(CONTROL, 0, 1), "b")
     record.note(Kind.NORM, (torch.tensor([123456.0]),), ("norm",), 50)

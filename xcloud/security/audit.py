@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from xcloud.base.bounded import parsed_json
 from xcloud.base.errors import DataError
@@ -30,6 +30,7 @@ AUDIT_FILE = "wire_audit.json"
 MAX_BYTES = 1 << 24
 """Of one rank's record."""
 MAX_RANKS = 1 << 20
+_KINDS = {kind.name.lower() for kind in Kind}
 _STRICT = ConfigDict(strict=True)
 BoundedInt = Annotated[int, Field(ge=0, lt=1 << 63)]
 BoundedText = Annotated[str, Field(max_length=1000)]
@@ -200,18 +201,25 @@ class _Part(BaseModel):
     shape: Annotated[list[BoundedInt | _SpanText], Field(max_length=16)]
 
 
+def _known_kind(kind: str) -> str:
+    if kind not in _KINDS:
+        raise ValueError("there are no messages of this kind")
+    return kind
+
+
 class _Message(BaseModel):
     model_config = _STRICT
-    kind: BoundedText
+    to: BoundedText
+    kind: Annotated[BoundedText, AfterValidator(_known_kind)]
     boundary: int | BoundedText | None
     parts: Annotated[list[_Part], Field(max_length=1000)]
-    num_messages: BoundedInt
+    num_messages: Annotated[BoundedInt, Field(ge=1)]
     num_bytes: BoundedInt
 
 
 class _Received(_Message):
     sender: BoundedInt
-    to: BoundedText
+    from_cloud: Annotated[BoundedText, Field(alias="from")]
 
 
 class _RankRecord(BaseModel):
@@ -251,6 +259,29 @@ def _read_record(path: Path) -> dict[str, Any]:
     return found
 
 
+def _check_ranks(run_dir: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """Raise DataError unless each record is of another one of the run's ranks, and so are the
+    senders that it names. Any other would count twice, or not at all."""
+    num_ranks = records[0]["num_ranks"]
+    seen: set[int] = set()
+    for record in records:
+        rank = record["rank"]
+        if rank in seen:
+            raise DataError(f"{run_dir} has two records of rank {rank}; remove one")
+        seen.add(rank)
+        if record["num_ranks"] != num_ranks:
+            raise DataError(
+                f"the records in {run_dir} are of runs with {num_ranks} and with "
+                f"{record['num_ranks']} ranks; remove those of the other run"
+            )
+        for named in (rank, *(message["sender"] for message in record["received"])):
+            if named >= num_ranks:
+                raise DataError(
+                    f"the record of rank {rank} in {run_dir} names rank {named}, and the run has "
+                    f"{num_ranks} ranks from 0"
+                )
+
+
 def join_audit(run_dir: Path) -> dict[str, Any]:
     """Write wire_audit.json from the ranks' files in the folder. Raises DataError without any."""
     ranks = [_read_record(path) for path in sorted(run_dir.glob("rank*.wire.json"))]
@@ -258,6 +289,7 @@ def join_audit(run_dir: Path) -> dict[str, Any]:
         raise DataError(
             f"there is no rank*.wire.json in {run_dir}; every rank of a run writes one at its end"
         )
+    _check_ranks(run_dir, ranks)
     joined: dict[str, dict[str, Any]] = {}
     reports: dict[str, set[str]] = {}
     # Every rank says how many there are.

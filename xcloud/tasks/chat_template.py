@@ -134,6 +134,7 @@ def main() -> None:
     import resource
 
     import jinja2.defaults
+    import jinja2.filters
     from transformers.utils import chat_template_utils
 
     class Clock(datetime):
@@ -159,7 +160,7 @@ def main() -> None:
             "other texts"
         )
 
-    jinja2.defaults.DEFAULT_FILTERS["random"] = refuse_draw
+    jinja2.filters.FILTERS["random"] = refuse_draw
     jinja2.defaults.DEFAULT_NAMESPACE["lipsum"] = refuse_draw
 
     def limit(kind: int, most: int) -> None:
