@@ -276,6 +276,21 @@ def test_a_record_that_no_rank_can_have_written_is_refused(
         main([str(tmp_path / "a"), str(tmp_path / "b")])
 
 
+def test_an_attempt_before_the_last_one_may_have_had_more_ranks_in_other_clouds(
+    tmp_path: Path, compared: Say
+) -> None:
+    crossing(tmp_path)
+    count = {"rank": 5, "cloud": "cloud_c", "kind": "activation", "messages": 1, "bytes": 500}
+    moved = count | {"rank": 0}
+    earlier = {"attempt": 1, "is_finished": False, "sent": [count, moved], "received": []}
+    file = audit_file(tmp_path / "b", 1)
+    changed(file, lambda record: record["attempts"].insert(0, earlier))
+    assert compared()[0] == 0
+    changed(file, lambda record: record["attempts"][0].update(attempt=9))
+    with pytest.raises(DataError, match="names rank 5, which is not another one of its 2 ranks"):
+        main([str(tmp_path / "a"), str(tmp_path / "b")])
+
+
 def test_two_records_of_one_rank_are_refused(tmp_path: Path) -> None:
     crossing(tmp_path)
     changed(audit_file(tmp_path / "b", 1), lambda record: record.update(rank=0, attempts=[]))

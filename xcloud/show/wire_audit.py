@@ -224,17 +224,20 @@ def _check(path: Path, record: _Record) -> None:
     numbers = [one.attempt for one in record.attempts]
     if len({*numbers}) < len(numbers):
         refuse("it has an attempt twice")
+    last = max(numbers, default=0)
     for attempt in record.attempts:
+        # An attempt before the last one may have had more ranks, as a run is resumed with others.
+        num_ranks = record.num_ranks if attempt.attempt == last else MAX_RANKS
         for way, counts in (("sent", attempt.sent), ("received", attempt.received)):
             where = f"attempt {attempt.attempt}, {way}"
             seen = {(one.rank, one.kind) for one in counts}
             if len(seen) < len(counts):
                 refuse(f"{where}: a kind of messages stands twice for one rank")
             for one in counts:
-                if one.rank >= record.num_ranks or one.rank == record.rank:
+                if one.rank >= num_ranks or one.rank == record.rank:
                     refuse(
                         f"{where}: it names rank {one.rank}, which is not another one of its "
-                        f"{record.num_ranks} ranks"
+                        f"{num_ranks:,} ranks"
                     )
                 if one.kind not in _COUNTED:
                     refuse(f"{where}: there are no messages of the kind {quoted(one.kind)}")
@@ -247,11 +250,12 @@ def _check(path: Path, record: _Record) -> None:
 
 
 def _check_clouds(records: Iterable[_Record]) -> None:
-    """Raise DataError if records place one rank in different clouds."""
+    """Raise DataError if records place one rank in different clouds in their last attempts. Before
+    those, a resumed run may have had other clouds."""
     clouds: dict[int, str] = {}
     for record in records:
         named = [(record.rank, record.cloud)]
-        for attempt in record.attempts:
+        for attempt in sorted(record.attempts, key=lambda one: one.attempt)[-1:]:
             named += [(one.rank, one.cloud) for one in (*attempt.sent, *attempt.received)]
         for rank, cloud in named:
             if clouds.setdefault(rank, cloud) != cloud:
