@@ -277,7 +277,7 @@ def test_a_record_that_no_rank_can_have_written_is_refused(
 
 
 def test_an_attempt_before_the_last_one_may_have_had_more_ranks_in_other_clouds(
-    tmp_path: Path, compared: Say
+    tmp_path: Path, compared: Say, capsys: pytest.CaptureFixture[str]
 ) -> None:
     crossing(tmp_path)
     count = {"rank": 5, "cloud": "cloud_c", "kind": "activation", "messages": 1, "bytes": 500}
@@ -285,10 +285,40 @@ def test_an_attempt_before_the_last_one_may_have_had_more_ranks_in_other_clouds(
     earlier = {"attempt": 1, "is_finished": False, "sent": [count, moved], "received": []}
     file = audit_file(tmp_path / "b", 1)
     changed(file, lambda record: record["attempts"].insert(0, earlier))
-    assert compared()[0] == 0
+    code, found = compared()
+    assert code == 0 and found["not_compared"] == [
+        "cloud_b rank 1, attempt 1: 1 messages, 500 bytes sent to cloud_c rank 5"
+    ]
+    main([str(tmp_path / "a"), str(tmp_path / "b")])
+    line = f"not compared: {found['not_compared'][0]}, which has no record of that"
+    assert line in capsys.readouterr().out.splitlines()
     changed(file, lambda record: record["attempts"][0].update(attempt=9))
     with pytest.raises(DataError, match="names rank 5, which is not another one of its 2 ranks"):
         main([str(tmp_path / "a"), str(tmp_path / "b")])
+
+
+COUNTS = {
+    "a rank that is gone": ({"rank": 5, "cloud": "cloud_c"}, True),
+    "a rank that was in another cloud": ({"rank": 2, "cloud": "cloud_a"}, True),
+    "a rank of the same cloud": ({"rank": 2, "cloud": "cloud_b"}, False),
+    "a rank that is compared": ({"rank": 0, "cloud": "cloud_a"}, False),
+}
+
+
+@pytest.mark.parametrize(("peer", "is_listed"), COUNTS.values(), ids=COUNTS)
+def test_counts_of_an_earlier_attempt_that_have_no_other_side_are_listed(
+    peer: dict[str, Any], is_listed: bool, tmp_path: Path, compared: Say
+) -> None:
+    crossing(tmp_path)
+    other = {"rank": 2, "cloud": "cloud_b", "num_ranks": 3, "attempts": []}
+    audit_file(tmp_path / "b", 2).write_text(json.dumps(other))
+    kinds = [{"kind": "activation", "messages": 1, "bytes": 500} | peer,
+             {"kind": "gradient", "messages": 2, "bytes": 700} | peer]  # fmt: skip
+    earlier = {"attempt": 1, "is_finished": False, "sent": [], "received": kinds}
+    changed(audit_file(tmp_path / "b", 1), lambda record: record["attempts"].insert(0, earlier))
+    said = f"3 messages, 1,200 bytes received from {peer['cloud']} rank {peer['rank']}"
+    expected = [f"cloud_b rank 1, attempt 1: {said}"] if is_listed else []
+    assert compared()[1]["not_compared"] == expected
 
 
 def test_two_records_of_one_rank_are_refused(tmp_path: Path) -> None:
@@ -374,6 +404,7 @@ def test_a_comparison_is_told_to_the_letter_for_people_and_for_programs() -> Non
         "agrees": False,
         "totals": json.loads(json.dumps(found.totals())),
         "missing_ranks": [2, 3],
+        "not_compared": [],
         "signatures": signatures,
         "refused_signatures": [],
     }

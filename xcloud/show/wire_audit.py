@@ -131,12 +131,15 @@ class Comparison:
     missing: ranks without a record.
     signatures: the signer of each file, or the reason why it is not known.
     refused: files whose signature is not valid.
+    not_compared: counts that have no other side, in words. A run that was resumed with fewer
+        ranks or other clouds has some, in attempts before the last one.
     """
 
     pairs: Sequence[ComparedCount]
     missing: Sequence[int]
     signatures: Mapping[str, str]
     refused: Sequence[str]
+    not_compared: Sequence[str] = ()
 
     @property
     def agrees(self) -> bool:
@@ -209,7 +212,33 @@ def compare(folders: Sequence[Path]) -> Comparison:
         if sender.cloud != receiver.cloud
         for pair in _pairs(sender, receiver=receiver)
     ]
-    return Comparison(pairs, missing, signatures, refused=refused)
+    # Counts that name a missing rank are not listed one by one: the rank is.
+    alone = [line for one in records.values() for line in _alone(one, records, num_ranks)]
+    return Comparison(pairs, missing, signatures, refused=refused, not_compared=alone)
+
+
+def _alone(record: _Record, records: Mapping[int, _Record], num_ranks: int) -> Iterator[str]:
+    """Yield a line for each rank whose counts in an attempt of this record are compared with
+    nothing: a rank of an earlier attempt alone, or one that is of this record's own cloud now."""
+    for attempt in sorted(record.attempts, key=lambda one: one.attempt):
+        sums: dict[tuple[int, str, str], Counted] = defaultdict(Counted)
+        for way, counts in (("sent to", attempt.sent), ("received from", attempt.received)):
+            for one in counts:
+                peer = records.get(one.rank)
+                is_gone = peer is None and one.rank >= num_ranks
+                # Records of one cloud are not compared with each other; the rank was elsewhere.
+                has_moved = peer is not None and record.cloud == peer.cloud != one.cloud
+                if is_gone or has_moved:
+                    before = sums[one.rank, one.cloud, way]
+                    num_bytes = before.bytes + one.bytes
+                    sums[one.rank, one.cloud, way] = Counted(
+                        before.messages + one.messages, num_bytes
+                    )
+        for (rank, cloud, way), both in sums.items():
+            yield (
+                f"{record.cloud} rank {record.rank}, attempt {attempt.attempt}: "
+                f"{both.messages:,} messages, {both.bytes:,} bytes {way} {cloud} rank {rank}"
+            )
 
 
 def _check(path: Path, record: _Record) -> None:
@@ -379,6 +408,7 @@ def in_words(found: Comparison) -> str:
     if found.missing:
         names = ", ".join(map(str, found.missing))
         lines.append(f"not compared: ranks {names}, whose records are not here")
+    lines += [f"not compared: {line}, which has no record of that" for line in found.not_compared]
     lines += [f"{file}: {said}" for file, said in found.signatures.items()]
     lines.append("the records agree" if found.agrees else "the records do not agree")
     return "\n".join(lines)
@@ -391,6 +421,7 @@ def as_json(found: Comparison) -> str:
         "totals": found.totals(),
         **{verdict.replace(" ", "_"): [*map(vars, found.of(verdict))] for verdict in listed},
         "missing_ranks": found.missing,
+        "not_compared": found.not_compared,
         "signatures": found.signatures,
         "refused_signatures": found.refused,
     }
