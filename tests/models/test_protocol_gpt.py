@@ -224,6 +224,20 @@ def test_windows_follow_each_other_and_are_guessed_up_to_the_next_one(tmp_path: 
     assert scores.values["loss"] == pytest.approx(1.5)
 
 
+@pytest.mark.parametrize(
+    ("name", "is_named"),
+    [("x_extra.bin", True), ("train.npy", True), ("train.txt", True), ("README.md", False)],
+)
+def test_files_beside_token_files_that_are_not_read_are_named(
+    name: str, is_named: bool, tmp_path: Path
+) -> None:
+    task = folder_of_tokens(tmp_path)
+    (tmp_path / name).write_bytes(b"x")
+    said = task.load(frozenset(["text"]), seed=0).describe()
+    expected = f", not read, beside what is: {name}" if is_named else "windows of 8 tokens"
+    assert said.endswith(expected)
+
+
 def test_token_files_are_known_by_their_number_of_tokens_and_by_both_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

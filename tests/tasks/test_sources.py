@@ -78,6 +78,31 @@ def test_files_beside_the_training_set_that_are_not_read_are_named(
     assert remarks == ([] if said is None else [f"not read, beside what is: {said}"])
 
 
+ON_HUB = {
+    "a shard": (["data/train-00001-of-00002.jsonl"], None),
+    "a split that is not asked for": (
+        ["data/validation-00000-of-00001.jsonl"],
+        "data/validation-00000-of-00001.jsonl",
+    ),
+    "a name of another pattern": (["data/train-2.jsonl"], "data/train-2.jsonl"),
+    "a backup": (["data/train.jsonl.bak"], "data/train.jsonl.bak"),
+    "another form": (["more.csv", "README.md"], "more.csv"),
+}
+
+
+@pytest.mark.parametrize(("names", "said"), ON_HUB.values(), ids=ON_HUB)
+def test_files_of_a_folder_of_datasets_that_no_split_takes_are_named(
+    names: list[str], said: str | None, tmp_path: Path
+) -> None:
+    for name in ["data/train-00000-of-00002.jsonl", "data/test-00000-of-00001.jsonl", *names]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        row = "es,en\nmás,more\n" if name == "more.csv" else '{"es": "más", "en": "more"}\n'
+        (tmp_path / name).write_text("" if name == "README.md" else row)
+    task = given(Translation, Hub, dataset=str(tmp_path), dev="test")
+    remarks = task.data.find(task.form).remarks
+    assert remarks == ([] if said is None else [f"not read, beside what is: {said}"])
+
+
 def test_tables_with_all_splits_come_back_as_they_are(tmp_path: Path) -> None:
     write_tsv(tmp_path / "train.tsv.gz", PAIRS)
     write_tsv(tmp_path / "validation.tsv", [("sí", "yes")])

@@ -10,7 +10,7 @@ import pytest
 
 from xcloud.base.errors import ConfigError, DataError
 from xcloud.tasks import text_sources
-from xcloud.tasks.text_sources import DemoText, HubText, PublicText
+from xcloud.tasks.text_sources import DemoText, FolderText, HubText, PublicText
 from xcloud.tasks.tokenizer import TrainedTokenizer
 
 TOKENIZER = TrainedTokenizer(400, "bpe")
@@ -80,3 +80,23 @@ def test_demo_texts_have_both_sides_in_the_order_of_the_pair(tmp_path: Path) -> 
     assert [*demo.public_texts()] == [text for pair in both for text in pair]
     known = [DemoText(n).identity(part, tmp_path) for n in (50, 51) for part in ("es", "es-en")]
     assert len(set(known)) == 4 and known[1] == demo.identity("es-en", tmp_path)
+
+
+UNREAD = {
+    "languages that are asked for, and held-out files": ([], None),
+    "another form": (["more.csv"], "more.csv"),
+    "a backup": (["train.es.bak"], "train.es.bak"),
+    "another language": (["de.txt"], "de.txt"),
+    "no data": (["README.md", "._es.txt"], None),
+}
+
+
+@pytest.mark.parametrize(("names", "said"), UNREAD.values(), ids=UNREAD)
+def test_files_of_a_folder_of_text_that_nobody_reads_are_named(
+    names: list[str], said: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ["es.txt", "en.txt", "train.es", "train.en", "dev.es", "test_2016.en", *names]:
+        (tmp_path / name).write_text("a text\n")
+    FolderText(str(tmp_path)).check(["es", "en", "es-en"])
+    expected = [] if said is None else [f"{tmp_path}: not read, beside what is: {said}"]
+    assert [record.getMessage() for record in caplog.records] == expected

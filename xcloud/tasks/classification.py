@@ -383,7 +383,7 @@ class LanguageFolder(InFolder):
         return SplitTables(
             tables,
             facts={"train": names, "languages": wanted},
-            remarks=[] if trained else [remark],
+            remarks=[*([] if trained else [remark]), *self.say_unread(tables, form)],
             test_key="task.languages",
         )
 

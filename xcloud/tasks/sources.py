@@ -19,7 +19,7 @@ import re
 import zlib
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -310,6 +310,12 @@ class InFolder(Source):
             cast(TextFile, table).check()
         return found
 
+    def say_unread(self, tables: Tables, form: Form) -> list[str]:
+        """Return a remark on the files of the folder that no split takes."""
+        chosen = [one for of in tables.values() for sets in of.values() for one in sets]
+        taken = {name for one in chosen for name in one.names[1:]}  # the first has no ending
+        return unread_remarks(Path(self.where(form)), {*form.endings, *form.languages}, taken)
+
 
 @settings("task.data", kw_only=True)
 class Folder(InFolder):
@@ -362,25 +368,8 @@ class Folder(InFolder):
         names = {s: [f.names[0] for f in chain(*of.values())] for s, of in tables.items()}
         key = None if self.test_file is None else "task.data.test_file"
         return SplitTables(
-            tables, facts={"files": names}, remarks=self._say_unread(tables, form), test_key=key
+            tables, facts={"files": names}, remarks=self.say_unread(tables, form), test_key=key
         )
-
-    def _say_unread(self, tables: Tables, form: Form) -> list[str]:
-        """Return a remark on the files of the folder that hold data, by their ending or because
-        they are named as a set is, and that no split takes."""
-        folder = Path(self.where(form))
-        chosen = [one for of in tables.values() for sets in of.values() for one in sets]
-        taken = {name for one in chosen for name in one.names[1:]}  # the first has no ending
-        other = {*unread_files(folder, form)}
-        for path in folder.iterdir():
-            ending = path.name.lower().removesuffix(".gz").rpartition(".")[2]
-            is_data = ending in form.endings or ending in form.languages
-            # train.jsonl.bak and train.jsonl.old: the name of a set, with any ending.
-            is_named = NAMED_AS_SET.match(path.name.lower()) is not None
-            if (is_data or is_named) and path.is_file() and not path.name.startswith("._"):
-                other.add(path.name)
-        names = sorted(other - taken)
-        return [f"not read, beside what is: {listed(names)}"] if names else []
 
     def _check_is_no_copy(self, file: TextFile, form: Form) -> None:
         """Raise DataError for a file that a browser or a desktop has named as a second one, unless
@@ -459,6 +448,31 @@ def unread_files(folder: Path, form: Form) -> list[str]:
         if ending in DATA_ENDINGS - form.endings.keys():
             names.append(path.name)
     return names
+
+
+def unread_remarks(
+    folder: Path, endings: Collection[str], taken: Collection[str], pattern: str = "*"
+) -> list[str]:
+    """Return a remark on the files of a folder that hold data, by their ending or because they are
+    named as a set is, and that nobody reads.
+
+    endings: the endings of the files that are read there.
+    taken: the names of those that are read, below the folder.
+    pattern: the files to look at: all in the folder, or with "**/*" those in folders below, too.
+    """
+    names = []
+    for path in sorted(folder.glob(pattern)):
+        name = path.name.lower()
+        ending = name.removesuffix(".gz").rpartition(".")[2]
+        is_data = ending in endings or ending in DATA_ENDINGS
+        # train.jsonl.bak and train.jsonl.old: the name of a set, with any ending.
+        is_named = NAMED_AS_SET.match(name) is not None
+        # What macOS keeps beside a file begins with "._".
+        inside = str(path.relative_to(folder))
+        is_other = inside not in taken and not path.name.startswith("._")
+        if is_other and (is_data or is_named) and path.is_file():
+            names.append(inside)
+    return [f"not read, beside what is: {listed(names)}"] if names else []
 
 
 @dataclass(frozen=True)
@@ -633,7 +647,32 @@ class Hub(OnHub):
         key = None if self.test is None else "task.data.test"
         facts = {"config": config, "revision": self.revision}
         remarks = said_of_commit(where, there)
+        if (folder := local_folder(where)) is not None and not is_saved(folder):
+            chosen = [one for of in tables.values() for sets in of.values() for one in sets]
+            splits = {one.names[0] for one in chosen}
+            remarks += self._say_unread(folder, config, splits)
         return SplitTables(tables, facts, remarks, test_key=key)
+
+    def _say_unread(self, folder: Path, config: str | None, splits: Collection[str]) -> list[str]:
+        """Return a remark on the files of data in a folder that are of none of these splits."""
+        import datasets
+
+        with _reading(str(folder)):
+            found = datasets.load_dataset_builder(str(folder), config).config.data_files or {}
+        start = os.path.abspath(folder)
+        taken = [
+            os.path.relpath(str(file), start)
+            for split, files in found.items()
+            if str(split) in splits
+            for file in files
+        ]
+        # What an older `datasets` wrote of a data set beside it.
+        return unread_remarks(folder, (), {*taken, "dataset_infos.json"}, pattern="**/*")
+
+
+def is_saved(folder: Path) -> bool:
+    """Return whether save_to_disk wrote a folder, or part of one."""
+    return any((folder / file).is_file() for file in SAVED)
 
 
 def check_data_files(folder: Path) -> None:
@@ -683,7 +722,7 @@ def load_hub(name: str, config: str | None, streaming: bool = False, **which: st
     # Streaming reads local files in place: no invisible columns are copied to a cache.
     streaming = streaming or folder is not None
     with _reading(name, reached):
-        if folder is not None and any((folder / file).is_file() for file in SAVED):
+        if folder is not None and is_saved(folder):
             return _saved(datasets, folder, split=which.get("split"))
         revision = which.get("revision")
         # Cards first: what one names `datasets` would fetch, whichever machine or address it is.

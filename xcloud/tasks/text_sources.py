@@ -34,6 +34,7 @@ from xcloud.tasks.sources import (
     load_hub,
     local_folder,
     read_lines,
+    unread_remarks,
 )
 from xcloud.tasks.text_task import public_tokenizer
 from xcloud.tasks.tokenizer import TokenizerChoice
@@ -145,9 +146,18 @@ class FolderText(TextSource):
         return f"files in {Path(self.path).expanduser().resolve().name}"
 
     def check(self, parts: Sequence[str]) -> None:
+        """Check the files of these parts, and log which others of the folder nobody reads."""
+        taken = set[str]()
         for part in parts:
             for file, *_ in self._files(part):
                 file.check()
+                taken |= {path.name for path in file.paths.values()}
+        folder = Path(self.path).expanduser()
+        if folder.is_dir():
+            taken |= {path.name for path in folder.iterdir() if HELD_OUT.match(path.name)}
+            languages = {language for part in parts for language in languages_of(part)}
+            for remark in unread_remarks(folder, {"tsv", "jsonl", "txt", *languages}, taken):
+                log.warning("%s: %s", folder, remark)
 
     def identity(self, part: str, cache_dir: Path) -> str:
         files = [path for file, *_ in self._files(part) for path in file.paths.values()]

@@ -40,6 +40,7 @@ from xcloud.contracts.model import (
     no_text,
 )
 from xcloud.tasks.language_modelling import scores_of
+from xcloud.tasks.sources import unread_remarks
 from xcloud.tasks.text_task import check_visible
 
 MAGIC = 20240520
@@ -254,7 +255,13 @@ class TokenData:
 
     def describe(self) -> str:
         counts = ", ".join(f"{num:,} {split}" for split, num in self._sizes.items())
-        return f"{self._task.describe()}: {counts} windows of {self._task.max_length} tokens"
+        said = f"{self._task.describe()}: {counts} windows of {self._task.max_length} tokens"
+        taken = {file.path.name for of in self._windows.values() for file in of.files}
+        # A rank that sees no field has no folder.
+        if taken:
+            folder = Path(self._task.path).expanduser()
+            said = ", ".join([said, *unread_remarks(folder, endings=["bin", "npy"], taken=taken)])
+        return said
 
     def fingerprint(self) -> str:
         task = self._task
