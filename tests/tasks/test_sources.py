@@ -103,6 +103,33 @@ def test_files_of_a_folder_of_datasets_that_no_split_takes_are_named(
     assert remarks == ([] if said is None else [f"not read, beside what is: {said}"])
 
 
+QUOTED = {
+    "a cell with a comma": ('"x, y"', 1),
+    "quotes in pairs": ('"x ""y"" z"', 1),
+    "nothing in quotes": ('""', 1),
+    "a sentence that begins and ends with speech": ('"x", said y, "z"', 0),
+    "a quote that never closes": ('"x', 0),
+    "quotes inside": ('x "y" z', 0),
+    "one quote": ('"', 0),
+}
+
+
+@pytest.mark.parametrize(("cell", "num"), QUOTED.values(), ids=QUOTED)
+def test_quotes_around_cells_of_a_table_are_kept_and_told_once_a_file(
+    cell: str, num: int, tmp_path: Path
+) -> None:
+    write_tsv(tmp_path / "train.tsv", [("a", "b"), (cell, cell), ("c", cell)])
+    write_tsv(tmp_path / "dev.tsv", PAIRS)
+    write_tsv(tmp_path / "test.tsv", PAIRS)
+    for visible, count, total in ((BOTH, 3, 6), (SOURCE, 1, 3)):
+        corpus = read(tmp_path, visible)
+        assert corpus.splits["train"].texts["source"][1] == cell
+        told = [one for one in corpus.remarks if "quotes" in one]
+        said = f"train.tsv, line 3: the first of {count} cells in quotes, of {total}; a .tsv is "
+        said += "read without quoting, so they are part of the texts"
+        assert told == [said] * num
+
+
 def test_tables_with_all_splits_come_back_as_they_are(tmp_path: Path) -> None:
     write_tsv(tmp_path / "train.tsv.gz", PAIRS)
     write_tsv(tmp_path / "validation.tsv", [("sí", "yes")])

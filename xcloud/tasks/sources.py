@@ -46,6 +46,7 @@ from xcloud.tasks.rows import (
     Form,
     GivenText,
     Names,
+    RowTable,
     Source,
     SplitTables,
     Tables,
@@ -93,6 +94,42 @@ def read_lines(path: Path, max_line: int = MAX_LINE) -> Iterator[str]:
         raise DataError(f"{path}: {what} ({error})") from error
 
 
+@dataclass
+class QuotedCells:
+    """The cells of a table that were read and stand in quotes as a .csv has them: the first and
+    the last character is a quote, and those between come in pairs.
+
+    where: the place of the first one.
+    """
+
+    num_quoted: int = 0
+    num_cells: int = 0
+    where: str = ""
+
+    def note(self, cells: Iterable[str | None], where: str) -> None:
+        for cell in cells:
+            self.num_cells += 1
+            is_quoted = cell is not None and len(cell) > 1 and cell[0] == cell[-1] == '"'
+            if cell is not None and is_quoted and '"' not in cell[1:-1].replace('""', ""):
+                self.num_quoted += 1
+                self.where = self.where or where
+
+    def in_words(self) -> list[str]:
+        """Return a remark, or none if no cell stands in quotes."""
+        if not self.num_quoted:
+            return []
+        return [
+            f"{Path(self.where).name}: the first of {self.num_quoted:,} cells in quotes, of "
+            f"{self.num_cells:,}; a .tsv is read without quoting, so they are part of the texts"
+        ]
+
+
+def quotes_kept(tables: Iterable[RowTable]) -> list[str]:
+    """Return a remark on each table that was read and has cells in quotes."""
+    files = (table for table in tables if isinstance(table, TextFile))
+    return [remark for file in files for remark in file.quotes.in_words()]
+
+
 @dataclass(frozen=True)
 class TextFile:
     """A RowTable of one file, or of the files of a line pair.
@@ -101,6 +138,7 @@ class TextFile:
     kind: squad is one JSON value, {"data": [{"paragraphs": [row, …]}]}; lines are the sides of a
         line pair, and text is running text, whose documents are the rows.
     read: a function that returns the texts of a side of a line pair, or the documents of a text.
+    quotes: what was read of a table last that stands in quotes.
     """
 
     name: str
@@ -108,6 +146,7 @@ class TextFile:
     paths: Mapping[str, Path]  # column -> file for lines and text; "" -> file for the others
     read: Callable[[Path], Iterable[str]] = read_lines
     seen: Counter[str] = field(default_factory=Counter, compare=False)
+    quotes: QuotedCells = field(default_factory=QuotedCells, compare=False)
 
     @property
     def names(self) -> list[str]:
@@ -148,6 +187,7 @@ class TextFile:
         self, columns: Sequence[str], keys: str, optional: Sequence[str] = ()
     ) -> Iterator[tuple[Any, ...]]:
         self.seen.clear()
+        vars(self.quotes).update(vars(QuotedCells()))
         if self.kind in ("lines", "text"):
             yield from self._line_rows(columns)
             return
@@ -162,7 +202,11 @@ class TextFile:
             if missing := [column for column in columns if row.get(column) is None]:
                 said = f"no text under {missing[0]!r}; its keys: {listed(row)}"
                 raise DataError(f"{where}: {said}. Choose with {keys}")
-            yield tuple([row.get(column) for column in (*columns, *optional)])
+            cells = [row.get(column) for column in (*columns, *optional)]
+            # Only what this rank sees: the other texts are nobody's matter here.
+            if self.kind == "table":
+                self.quotes.note(cells, where=where)
+            yield tuple(cells)
 
     def _line_rows(self, sides: Sequence[str]) -> Iterator[tuple[str, ...]]:
         """Yield the lines of these sides, and open no other. A rank that sees neither counts the

@@ -33,6 +33,7 @@ from xcloud.tasks.sources import (
     list_files,
     load_hub,
     local_folder,
+    quotes_kept,
     read_lines,
     unread_remarks,
 )
@@ -53,9 +54,9 @@ def languages_of(part: str) -> tuple[str, ...]:
 
 
 def say_unread(table: RowTable, used: Sequence[str]) -> None:
-    """Write to this rank's own log which keys of a table nobody uses: what texts are like is
-    nobody else's matter."""
-    for remark in unread_keys([table], used=lambda _: used):
+    """Write to this rank's own log which keys of a table nobody uses, and whether quotes stay in
+    its texts: what texts are like is nobody else's matter."""
+    for remark in unread_keys([table], used=lambda _: used) + quotes_kept([table]):
         log.warning(remark)
 
 

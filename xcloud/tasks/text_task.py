@@ -56,6 +56,7 @@ from xcloud.tasks.rows import (
     interleaved,
     unread_keys,
 )
+from xcloud.tasks.sources import quotes_kept
 from xcloud.tasks.tokenizer import Tokenizer, TokenizerChoice
 
 TOKENIZER_TEXTS = 10_000
@@ -210,8 +211,8 @@ class TextTask(ABC):
             if empty := [part for part, rows in parts.items() if not rows.num_rows]:
                 raise DataError(f"{self.where}: {empty[0] or 'the set'} of {split} has no rows")
         remarks = list(tables.remarks)
-        every = (table for of in tables.tables.values() for table in chain(*of.values()))
-        remarks += unread_keys(every, used)
+        every = [table for of in tables.tables.values() for table in chain(*of.values())]
+        remarks += unread_keys(every, used) + quotes_kept(every)
         for split in (split for split in SPLITS if split in splits):
             # Counted where rows are still those of the files: what is taken from them below
             # forgets it.
