@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from tests.configs import composed
 from tests.line_links import relay_running
 from tests.owners import CLOUDS, folder_of_keys, relay_at
 from tests.runs import command, losses, wait_for
-from xcloud.base.errors import ConfigError
+from xcloud.base.errors import ConfigError, XcloudError
 from xcloud.job import config as configs
 from xcloud.job import invitation
 from xcloud.job.invitation import Code, CodedConnection
@@ -153,6 +153,70 @@ def test_an_owner_who_has_nothing_gets_a_key_and_a_policy_for_this_file_alone(
     keys = read_line_keys("cloud_b", policy["peers"], owner / "policy.yaml")
     assert keys.own == own and keys.peers["cloud_a"][0].pem == pem_of("cloud_a")
     assert agree(file) == 0, "a policy that knows both stays as it is"
+
+
+KEY = ["cloud_b.key", "cloud_b.pem"]
+REFUSED: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
+    "the owner says no": (lambda file: agree(file, yes=False), KEY),
+    "another cloud's certificate": (lambda file: agree(file, pem=pem_of("cloud_c")), KEY),
+    "no certificate": (lambda file: agree(file, pem="nonsense"), KEY),
+    "a file that is none": (lambda file: agree(file.with_name("none.yaml")), KEY),
+    "a file that cannot be read": (lambda file: agree(damaged(file)), KEY),
+    "a cloud that the file has not": (
+        lambda file: invitation.invite([str(file), "--cloud", "cloud_x"]), [],
+    ),
+    "a relay that is none": (
+        lambda file: invitation.invite([str(file), "--cloud", "cloud_b", "--relay", "x"]), KEY,
+    ),
+    "an invitation of no file": (
+        lambda file: invitation.invite([str(damaged(file)), "--cloud", "cloud_b"]), [],
+    ),
+}  # fmt: skip
+
+
+def damaged(file: Path) -> Path:
+    found = file.with_name("damaged.yaml")
+    found.write_text(file.read_text()[:400])
+    return found
+
+
+@pytest.mark.parametrize(("refused", "left"), REFUSED.values(), ids=REFUSED)
+def test_what_is_refused_leaves_no_policy_and_no_certificate_of_others(
+    refused: Callable[[Path], Any], left: list[str], tmp_path: Path, owner: Path
+) -> None:
+    file = written(tmp_path)
+    with suppress(XcloudError):
+        refused(file)
+    there = sorted(one.name for one in owner.iterdir()) if owner.exists() else []
+    assert there == left
+    assert owner.exists() == bool(left)
+
+
+@pytest.mark.parametrize(
+    ("me", "certificate", "said"),
+    [
+        ("cloud_b", "cloud_c", "is that of 'cloud_c'"),
+        ("../b", "cloud_a", "the name of this cloud"),
+    ],
+)
+def test_an_invitation_that_is_refused_leaves_nothing(
+    me: str,
+    certificate: str,
+    said: str,
+    tmp_path: Path,
+    owner: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Inviting:
+        def receive_message(self, *names: str) -> list[str]:
+            return ["cloud_a", me, pem_of(certificate), FILE]
+
+    monkeypatch.setattr(invitation, "enter", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(invitation, "CodedConnection", lambda *_, **__: Inviting())
+    out = tmp_path / "experiment.yaml"
+    with pytest.raises(ConfigError, match=said):
+        invitation.accept([str(CODE), "--relay", RELAY, "--out", str(out)])
+    assert not out.exists() and not owner.exists()
 
 
 def test_what_does_not_fit_to_what_an_owner_has_is_said(tmp_path: Path, owner: Path) -> None:

@@ -252,6 +252,8 @@ def accept(words: Sequence[str]) -> int:
         )
         # From here on this cloud has a policy, which the key lies beside.
         with policy_of(me) as is_first:
+            # First: nothing is kept of an owner whose certificate is refused.
+            keep_certificate(peer, certificate)
             exchange.send_message({"certificate": own_certificate(me).pem})
             replace_text(given.out, text)
             say(f"{given.out} came from the owner of {peer}; this cloud is {me}\n")
@@ -293,7 +295,8 @@ def _wait_at(relay: str) -> tuple[socket.socket, Code]:
 @contextmanager
 def policy_of(me: str) -> Iterator[bool]:
     """Yield whether this cloud has no policy yet. Then it gets one that allows nothing, which goes
-    again if no file is approved.
+    again if no file is approved, with the certificates that came meanwhile and the folder if
+    nothing else is in it. This cloud's own key stays, as the other owner may have its certificate.
 
     Raises ConfigError where it has the policy of another cloud.
     """
@@ -308,7 +311,10 @@ def policy_of(me: str) -> Iterator[bool]:
             )
         yield False
         return
-    where.parent.mkdir(parents=True, exist_ok=True)
+    folder = where.parent
+    is_new_folder = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    before = {*folder.glob("*.pem"), folder / f"{me}.pem"}
     # A policy that allows nothing: if anything below fails, nothing runs by it.
     replace_text(where, text=yaml.safe_dump({"me": me, "approved": []}))
     try:
@@ -317,6 +323,11 @@ def policy_of(me: str) -> Iterator[bool]:
         # Nothing was approved, so the owner has no policy, as before.
         if not this_clouds_policy().approved:
             where.unlink()
+            # A certificate of somebody who was refused would stand in the way of a later one.
+            for file in {*folder.glob("*.pem")} - before:
+                file.unlink()
+            if is_new_folder and not any(folder.iterdir()):
+                folder.rmdir()
 
 
 def own_certificate(me: str) -> Certificate:
