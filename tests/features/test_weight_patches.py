@@ -580,6 +580,62 @@ def test_an_object_in_several_pieces_is_read_once_all_are_there(
     assert follower.look() is not None and agree(follower, trainer.modules)
 
 
+def leave(url: Path, attempt: int, number: int = 0, count: int = 1, **changes: Any) -> None:
+    """Write a snapshot of step 8 of both stages, as another attempt or run would have left it."""
+    keep = changes.pop("keep", 1.0)
+    for stage in range(2):
+        tensors = {name: bits_of(t) for name, t in Module(stage).exported().items()}
+        about = {"run": RUN, "attempt": attempt, "step": 8, "base": None, "is_last": True}
+        data = encode(tensors, None, Module.architecture, {}, stage=stage, **about | changes)
+        name = WeightObject(attempt, step=8, base=None, stage=stage).name(number, count)
+        (url / "patches").mkdir(exist_ok=True)
+        (url / "patches" / name).write_bytes(data[: int(len(data) * keep)])
+
+
+LEFT = {
+    "a later step of the attempt before": ({"attempt": 1}, ""),
+    "an object that was cut short": ({"attempt": 2, "keep": 0.9}, "bytes of data, its head says"),
+    "an empty one": ({"attempt": 2, "keep": 0.0}, "does not begin as an object with weights does"),
+    "one of two pieces": ({"attempt": 2, "count": 2}, ""),
+    "a piece of a number that is not there": ({"attempt": 2, "number": 5}, ""),
+    "an earlier run of another name": ({"attempt": 1, "run": "other s1"}, ""),
+    "another run, by a clock ahead": (
+        {"attempt": 9, "run": "other s1"},
+        "it is of the run 'other",
+    ),
+    "another step under this name": ({"attempt": 2, "step": 4}, "by its head it is another one"),
+    "a patch under a snapshot's name": (
+        {"attempt": 2, "base": 2},
+        "it changes the weights of step 2",
+    ),
+}
+
+
+@pytest.mark.parametrize(("left", "said"), LEFT.values(), ids=LEFT)
+def test_what_lies_in_the_folder_besides_is_never_taken_for_weights_of_the_run(
+    left: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    resumed = Trainer(tmp_path, [Module(2), Module(3)], attempt=2)
+    resumed.train(4, 6)
+    leave(tmp_path, **left)
+    follower = following(tmp_path, 2)
+    news = follower.look()
+    assert news is not None and (news.attempt, news.step) == (2, 6) and not news.is_last
+    assert agree(follower, resumed.modules)
+    if said:
+        assert any(said in problem for problem in follower.problems)
+    else:
+        assert not follower.problems
+
+
+def test_a_new_attempt_deletes_pieces_that_an_earlier_one_left(tmp_path: Path) -> None:
+    leave(tmp_path, attempt=1)
+    leave(tmp_path, attempt=1, count=2)
+    leave(tmp_path, attempt=9, number=1, count=3)
+    Trainer(tmp_path, [Module(0), Module(1)], attempt=2).train(2)
+    assert {int(file.name.split("-")[0]) for file in files(tmp_path)} == {2}
+
+
 def test_objects_of_another_run_are_refused(trainer: Trainer, tmp_path: Path) -> None:
     trainer.train(2)
     follower = Follower(PatchStore(ObjectStore(str(tmp_path)), plain), "another s1", 2)

@@ -72,6 +72,7 @@ class Follower:
         self._last_step = last_step
         self.weights: dict[int, StageWeights] = {}
         self._refused: set[WeightObject] = set()
+        self._other_runs: set[int] = set()  # their attempts, which lie in the same place
         self.problems: list[str] = []
         self.is_behind = False
 
@@ -94,7 +95,11 @@ class Follower:
         missing = set[WeightObject]()
         # Each turn takes at least one object out of the way, so it ends.
         while True:
-            listed = self._store.listed()
+            listed = {
+                one: stored
+                for one, stored in self._store.listed().items()
+                if one.attempt not in self._other_runs
+            }
             left_out = self._refused | missing
             there = {one: stored for one, stored in listed.items() if one not in left_out}
             route = best_route(there, self._at(), self._num_stages)
@@ -137,7 +142,8 @@ class Follower:
                     weights = decode(data, before=weights)
                     self._check(one, weights)
                 except (DataError, SealError) as error:
-                    self._refused.add(one)
+                    if one.attempt not in self._other_runs:
+                        self._refused.add(one)
                     self.problems.append(f"{one.in_words} is refused: {error}")
                     return None
             assert weights is not None, "a stage that is not there begins with a snapshot"
@@ -160,6 +166,9 @@ class Follower:
         if WeightObject(head.attempt, head.step, head.base, stage=head.stage) != one:
             raise DataError(f"by its head it is another one (step {head.step}, {head.stage})")
         if head.run != self._run:
+            # An attempt is of one run. Of another run, a newer one would hide this run's weights,
+            # and its last step would look like the end of this one.
+            self._other_runs.add(one.attempt)
             raise DataError(f"it is of the run {head.run!r:.200}, not of {self._run!r}")
 
     def _news(self, route: PatchRoute, there: Mapping[WeightObject, Stored]) -> News:

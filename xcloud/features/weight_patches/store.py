@@ -9,7 +9,7 @@ its certificate and signed (line/sealing.py), bound to its name.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -119,17 +119,23 @@ class PatchStore:
             num_bytes += len(piece)
         return Stored(tuple(names), num_bytes)
 
-    def listed(self) -> dict[WeightObject, Stored]:
-        """Return the objects that are there with all their pieces."""
-        found: dict[tuple[WeightObject, int], dict[str, int]] = {}
+    def pieces(self) -> Iterator[tuple[WeightObject, int, str, int]]:
+        """Yield the pieces that are there: object, how many pieces it has, name and bytes."""
         for name, size in self.store.sizes(FOLDER).items():
             if (match := _NAME.fullmatch(name)) is not None:
                 base = None if match[3] == "whole" else int(match[3])
                 one = WeightObject(int(match[1]), int(match[2]), base, stage=int(match[4]))
+                number, count = int(match[5]), int(match[6])
                 # Only names as `name` writes them: "1" and "01" would be one object with two
-                # pieces.
-                if one.name(int(match[5]), int(match[6])) == name:
-                    found.setdefault((one, int(match[6])), {})[name] = size
+                # pieces. Nor is a sixth piece of one the whole of it.
+                if one.name(number, count) == name and number < count:
+                    yield one, count, name, size
+
+    def listed(self) -> dict[WeightObject, Stored]:
+        """Return the objects that are there with all their pieces."""
+        found: dict[tuple[WeightObject, int], dict[str, int]] = {}
+        for one, count, name, size in self.pieces():
+            found.setdefault((one, count), {})[name] = size
         return {
             one: Stored(tuple(sorted(sizes)), num_bytes=sum(sizes.values()))
             for (one, count), sizes in found.items()
@@ -151,8 +157,8 @@ class PatchStore:
             pieces.append(self.protect(piece, name))
         return b"".join(pieces)
 
-    def delete(self, stored: Stored) -> None:
-        for name in stored.pieces:
+    def delete(self, names: Iterable[str]) -> None:
+        for name in names:
             self.store.delete(f"{FOLDER}/{name}")
 
 

@@ -192,12 +192,18 @@ class PatchWriter(Hook):
         has_just_begun: earlier attempts may have left something.
         """
         attempt = self._about["attempt"]
-        for made, stored in self._store.listed().items() if has_just_begun else ():
-            if made.stage == one.stage and made.attempt != attempt:
-                self._store.delete(stored)
+        # Single pieces, too: an attempt that was ended amid an object left it without the rest.
+        if has_just_begun:
+            self._store.delete(
+                [
+                    name
+                    for made, _, name, _ in self._store.pieces()
+                    if made.stage == one.stage and made.attempt != attempt
+                ]
+            )
         snapshots = [number for number, (made, _) in enumerate(one.kept) if made.base is None]
         # The last snapshot but one and all behind it stay.
         begin = snapshots[-2] if len(snapshots) > 1 else 0
         for _, stored in one.kept[:begin]:
-            self._store.delete(stored)
+            self._store.delete(stored.pieces)
         one.kept = one.kept[begin:]
