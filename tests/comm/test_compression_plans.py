@@ -41,7 +41,7 @@ LABELS = {
     "cocktail": "fp16+fp16, averaging int4(topk(0.1 of random 0.1)), vectors: fp16",
     "sparseloco": "fp16+fp16, averaging int1(topk(0.015625)), vectors: fp16",
     "eden2": "eden2+eden2",
-    "transform": "transform(2.2)+transform(3.2), averaging int4",
+    "transform": "transform(1)+transform(3.2), averaging int4",
     "low_rank_transform": "transform(0.8)+transform(3), averaging int4",
     "phased_example": "int8+int8 to step 200, int4+int8",
 }

@@ -267,7 +267,7 @@ def test_the_codecs_of_all_choices_are_measured_before_the_first_step() -> None:
     job = build("+exp=abnet_iwslt", "autopilot=on", "compression=none", "cluster/wan=line_8m")
     compression = job.compression
     assert isinstance(compression, Selectable)
-    transform = "transform(2.2)+transform(3.2), averaging int4"
+    transform = "transform(1)+transform(3.2), averaging int4"
     assert list(compression.choices) == ["none+none", "int8+int8", "int4+int4", transform]
     assert job.labels.compression == f"autopilot(none+none, int8+int8, int4+int4, {transform})"
     small = build(
