@@ -92,10 +92,13 @@ def test_both_owners_are_shown_one_number_of_file_and_certificates_and_its_parts
     keys = keys_of("cloud_b", ["cloud_a"])
     for certificate in (keys.own, *keys.peers["cloud_a"]):
         assert f"certificate of {describe(certificate)}" in said
+    assert "dials     host:7000 (cloud_a)\n" in said
     number = said.split("with the other owners:\n")[1].split("\nif it differs")[0]
     assert re.fullmatch(r"(\s+(\d{5} ){3}\d{5}){3}", number)
     policy.write_text("me: cloud_a\npeers: {cloud_b: [cloud_b.pem]}\naddresses: ['host:7000']\n")
-    assert number in approve(file)[1], "the other owner reads the same number"
+    said = approve(file)[1]
+    assert number in said, "the other owner reads the same number"
+    assert "listens   host:7000 (cloud_a)\n" in said
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     both = [keys.own, *keys.peers["cloud_a"]]
     assert approval.number_of(digest, both) == number

@@ -178,7 +178,7 @@ def _lines(plain: Mapping[str, Any], me: str | None) -> Iterator[str]:
             # The key is cluster.clouds.NAME.address or the like.
             cloud = lead.where.removeprefix("cluster.clouds.").rpartition(".")[0]
             is_own = cloud == me
-            yield f"{'listens at' if is_own else 'dials':<10}{lead.value} ({cloud})"
+            yield f"{'listens' if is_own else 'dials':<10}{lead.value} ({cloud})"
 
 
 def _kept(settings: Settings) -> Iterator[str]:
