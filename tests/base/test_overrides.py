@@ -90,6 +90,7 @@ def test_what_is_no_setting_of_one_run_is_one_line(word: str) -> None:
     (line,) = unreadable([word])
     assert line.startswith(f"{word}: ")
     assert "add -m" in line or "expected key=value" in line
+    assert "quotes" not in line, "a function of sweeps is no text with a comma"
 
 
 @pytest.mark.parametrize(

@@ -230,3 +230,9 @@ def test_what_is_no_boundary_or_no_compression_is_refused() -> None:
         PerBoundary(INT4, head=FP16)
     with pytest.raises(ConfigError, match=r"PerBoundary\.boundary_0 must be a Compression"):
         PerBoundary(INT4, boundary_0="int8")  # type: ignore[arg-type]
+
+
+def test_a_plan_by_boundary_has_the_entries_of_all_its_plans() -> None:
+    plan = PerBoundary(INT4, boundary_1=FP16)
+    assert list(plan.by_step) == [*INT4.by_step, *FP16.by_step]
+    assert repr(plan) == f"PerBoundary(default={INT4}, boundary_1={FP16})"

@@ -45,3 +45,7 @@ def test_messages_are_mixed_in_new_ways_so_errors_average_out() -> None:
     several = torch.stack([arrives(codec, tensor) for _ in range(32)])
     single = relative_error(tensor, several[0])
     assert relative_error(tensor, several.mean(0)) < 0.75 * single
+
+
+def test_few_bits_need_feedback_and_more_use_it() -> None:
+    assert [Eden(bits).feedback for bits in (1, 2, 3, 4)] == ["needed"] * 2 + ["useful"] * 2

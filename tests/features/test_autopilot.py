@@ -554,3 +554,21 @@ def test_other_numbers_of_micro_batches_are_predicted_from_what_they_took() -> N
     line_s = 8 * line_bytes(1_000_000) / 8e6
     one_s, four_s = slow.step_s(measured(8e6, step_s=3.0), 0)
     assert four_s == pytest.approx(one_s - 0.6 - 2 * line_s + 0.15 + 2 * line_s, abs=0.2)
+
+
+@pytest.mark.parametrize(
+    ("seen", "now", "then", "seconds"),
+    [
+        ({4: 2.0}, 4, 8, 2.0),  # one alone tells nothing of more
+        ({4: 2.0, 8: 3.0}, 4, 8, 3.0),  # seen is seen
+        ({4: 2.0, 8: 3.0}, 8, 16, 5.0),  # a quarter of a second for each more
+        ({4: 2.0, 8: 3.0}, 8, 2, 1.5),
+        ({4: 2.0, 8: 1.0}, 8, 16, 1.0),  # more take no less
+    ],
+)
+def test_computing_grows_with_micro_batches_as_far_as_was_seen(
+    seen: dict[int, float], now: int, then: int, seconds: float
+) -> None:
+    forecast = object.__new__(Forecast)
+    forecast._compute_s = {count: [value] for count, value in seen.items()}
+    assert forecast._computing_s(0, now, then) == pytest.approx(seconds)

@@ -18,7 +18,7 @@ from xcloud.comm.compressor import Chain, Compressor
 from xcloud.comm.low_rank import PowerSgd, Svd
 from xcloud.comm.precision import BlockInt, Cast
 from xcloud.comm.sparsify import RandomK, RandomTopK, TopK
-from xcloud.comm.tensor_codec import TensorCodec
+from xcloud.comm.tensor_codec import TensorCodec, _is_bounded
 from xcloud.features.replicas.averaging import (
     Aggregators,
     AllToAll,
@@ -477,3 +477,28 @@ def test_links_have_room_for_the_longest_message_of_all_that_share_them() -> Non
     made.open(averagers, 2.5, 3)
     made.open([])
     assert opened == [(900, 2.5, 3), (0, 0.0, 1)]
+
+
+LARGEST = torch.finfo(torch.float32).max / 16
+
+
+@pytest.mark.parametrize(
+    ("values", "is_bounded"),
+    [
+        ([], True),
+        ([0.0, -1.0, 1.0], True),
+        ([LARGEST, 0.0], False),
+        ([-LARGEST, 0.0], False),
+        ([0.99 * LARGEST, -0.99 * LARGEST], True),
+        ([math.nan, 0.0], False),
+        ([-math.inf, 0.0], False),
+    ],
+)
+def test_a_residual_is_kept_of_values_that_leave_it_room(
+    values: list[float], is_bounded: bool
+) -> None:
+    assert _is_bounded(torch.tensor(values), torch.float32) is is_bounded
+
+
+def test_a_codec_names_its_tensors_in_their_order() -> None:
+    assert codec(Chain(), feedback=False).names == list(SHAPES)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -209,6 +210,12 @@ def test_epsilon_is_that_of_the_literature_and_the_library() -> None:
     assert gaussian_epsilon(6.0, 9, 1e-5) == pytest.approx(gaussian_epsilon(2.0, 1, 1e-5))
     assert gaussian_epsilon(0.0, 1, 1e-5) == math.inf and gaussian_epsilon(1.0, 0, 1e-5) == 0.0
     assert gaussian_epsilon(1000.0, 1, 0.1) == 0.0
+    # An epsilon below 1 is one too: delta = Phi(1/2s - es) - exp(e) Phi(-1/2s - es).
+    normal = NormalDist()
+    small = gaussian_epsilon(10.0, 1, 1e-5)
+    assert 0.2 < small < 0.5
+    delta = normal.cdf(0.05 - 10 * small) - math.exp(small) * normal.cdf(-0.05 - 10 * small)
+    assert delta == pytest.approx(1e-5, rel=1e-3)
     assert 1000 < gaussian_epsilon(0.01, 1, 1e-5) < 10_000  # no overflow
     assert 4e7 < gaussian_epsilon(1.1e-4, 1, 1e-5) < 5e7
     assert gaussian_epsilon(1e-30, 1, 1e-5) == math.inf

@@ -351,12 +351,26 @@ def test_ctrl_c_ends_the_command_at_once_with_somebody_served() -> None:
         (["--listen", "nowhere"], "--listen must be HOST:PORT or :PORT, got nowhere"),
         (["--listen", "192.0.2.1:1"], r"cannot listen at 192\.0\.2\.1:1"),
         (["--connections", "1"], "--connections must be at least 2"),
+        (["--per-address", "0"], "--per-address 1"),
+        (["--gb", "0"], "--gb above 0"),
         (["--connections", "999999999"], "raise the limit"),
     ],
 )
 def test_what_a_relay_cannot_be_is_said(words: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         relays.main(words)
+
+
+def test_a_relay_may_be_as_small_as_its_bounds_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Bounds] = []
+
+    async def serve(host: str, port: int, bounds: Bounds) -> None:
+        asked.append(bounds)
+
+    monkeypatch.setattr(relays, "_serve_for_ever", serve)
+    relays.main(["--connections", "2", "--per-address", "1", "--gb", "0.001"])
+    relays.main([])
+    assert asked == [Bounds(2, per_address=1, pair_bytes=1e6), Bounds()]
 
 
 @pytest.mark.slow

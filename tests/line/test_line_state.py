@@ -171,6 +171,23 @@ def test_what_a_connection_carried_is_forgotten_with_it(clock: Clock) -> None:
     assert state.sent_again_bytes == 7
 
 
+def test_a_line_is_back_once_its_last_stream_is(clock: Clock) -> None:
+    said: list[str] = []
+    state = LineState("b", say=said.append)
+    began_s = clock.now_s
+    clock.now_s += 5.0
+    for stream in ("one", "two"):
+        state.is_down(stream, since_s=began_s, until_s=began_s + 90.0, reason="cut")
+    assert said == ["the line to b is down (cut); dialling for 85 s"]
+    clock.now_s += 20.0
+    state.came_back("one")
+    assert len(said) == 1 and state.outage_s == 0.0
+    clock.now_s += 5.0
+    state.came_back("two")
+    assert said[1:] == ["the line to b is back after 30 s"]
+    assert state.outage_s == pytest.approx(30.0)
+
+
 def test_once_what_matters_is_done_the_end_of_a_connection_is_no_cut(clock: Clock) -> None:
     state = LineState("b")
     course = course_of(state)
@@ -195,4 +212,4 @@ def test_a_reason_is_said_once_a_minute_and_a_stranger_fills_no_memory(clock: Cl
     assert said == ["a", "c"]
     for number in range(1000):
         speaks(f"stranger {number}")
-    assert len(speaks._said_at_s) <= 100
+        assert len(speaks._said_at_s) <= 100

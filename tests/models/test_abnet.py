@@ -29,7 +29,7 @@ from tests.translation_models import (
 from xcloud.base.errors import ConfigError
 from xcloud.comm.channel import BoundaryField
 from xcloud.contracts.model import SplitModel
-from xcloud.models.abnet import AbNet
+from xcloud.models.abnet import AbNet, AdaptedHead
 from xcloud.models.backbone import OwnBackbone, PretrainedBackbone
 from xcloud.models.pretraining import MaskedLanguageModelling
 from xcloud.models.transformer import Beam, Decoding, Greedy, TargetStage
@@ -400,3 +400,19 @@ def test_a_model_says_what_it_is() -> None:
 def test_settings_at_the_edge_of_what_is_allowed_are_taken() -> None:
     least = with_(encoder_layers_per_stage=[1], word_adapters=False)
     assert list(least.encoder_layers_per_stage or ()) == [1] and least.word_adapters is False
+
+
+def test_what_is_trained_of_the_words_is_added_to_the_frozen_ones() -> None:
+    head = AdaptedHead(Times(), torch.randn(5, 3))
+    rows = torch.randn(2, 3)
+    words = torch.randn(5, 3)
+    assert torch.equal(head(rows, words), rows @ words.T)
+    head.words.data += 1.0
+    torch.testing.assert_close(head(rows, words), rows @ (words + 1.0).T)
+
+
+class Times(torch.nn.Module):
+    """A head that multiplies."""
+
+    def forward(self, rows: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        return rows @ words.T

@@ -27,7 +27,13 @@ from xcloud.launch.torchrun import (
     leave_endings,
 )
 from xcloud.net import addresses, rendezvous
-from xcloud.net.addresses import choose_interface, own_address, store_at, why_unreachable
+from xcloud.net.addresses import (
+    choose_interface,
+    is_loopback,
+    own_address,
+    store_at,
+    why_unreachable,
+)
 from xcloud.net.failure_detector import FailureDetector
 from xcloud.net.rendezvous import (
     HAS_ENDED,
@@ -162,7 +168,13 @@ def test_an_attempt_that_was_given_up_ends_nobody_who_is_in_the_next_one() -> No
 
 @pytest.mark.parametrize(
     ("endpoint", "place"),
-    [("a.b:123", ("a.b", 123)), ("a.b", ("a.b", 29500)), ("[::1]:7", ("::1", 7))],
+    [
+        ("a.b:123", ("a.b", 123)),
+        ("a.b", ("a.b", 29500)),
+        ("[::1]:7", ("::1", 7)),
+        ("[fe80::a]", ("fe80::a", 29500)),
+        (" a.b:1 ", ("a.b", 1)),
+    ],
 )
 def test_the_place_is_host_and_port(endpoint: str, place: tuple[str, int]) -> None:
     assert host_and_port_of(endpoint) == place
@@ -285,3 +297,12 @@ def test_a_machine_leaves_word_of_ranks_that_come_no_more_and_never_why(
 def test_a_rank_waits_for_another_as_long_as_it_is_told_to(tmp_path: Path) -> None:
     """torch's own limit of five minutes would end a run whose first rank loads longer."""
     assert rendezvous_store(tmp_path).timeout > timedelta(days=1)
+
+
+@pytest.mark.parametrize(
+    ("address", "is_own"),
+    [("localhost", True), ("127.0.0.1", True), ("127.9.9.9", True), ("::1", True),
+     ("::1%lo", True), ("10.0.0.1", False), ("fe80::1%eth0", False), ("example.org", False)],
+)  # fmt: skip
+def test_an_address_of_this_machine_alone_is_known(address: str, is_own: bool) -> None:
+    assert is_loopback(address) is is_own

@@ -12,7 +12,7 @@ from xcloud.comm.memory import DeltaCache
 from xcloud.experiment import Experiment
 from xcloud.job.config import Settings
 from xcloud.pipeline.batch_plan import BatchPlan, cut
-from xcloud.pipeline.pinned_batches import PinnedBatchPlan
+from xcloud.pipeline.pinned_batches import PinnedBatchPlan, _shares
 
 
 def test_every_sample_comes_once_in_each_epoch() -> None:
@@ -185,3 +185,26 @@ def samples_held(end: SendChannel | ReceiveChannel) -> int:
     ids = end.state_dict().get("hidden.0.memory.ids", torch.zeros(0))
     assert isinstance(ids, torch.Tensor)
     return len(ids)
+
+
+@pytest.mark.parametrize(
+    ("total", "weights", "shares"),
+    [
+        (10, [36, 36, 28], [4, 3, 3]),  # two too few: one for each of those that lack most
+        (10, [1, 1, 1], [4, 3, 3]),
+        (6, [1, 1, 1, 50, 50], [1, 1, 1, 1, 2]),  # three were raised to 1: a large one gives
+        (3, [1, 1, 98], [1, 1, 1]),
+    ],
+)
+def test_samples_are_shared_among_groups_as_near_to_their_weights_as_whole_numbers_are(
+    total: int, weights: list[int], shares: list[int]
+) -> None:
+    assert _shares(total, weights) == shares
+
+
+def test_the_samples_of_an_update_are_the_same_in_every_release() -> None:
+    """Clouds draw them apart, and a run goes on after an upgrade."""
+    assert [BatchPlan(9, 3, seed=2).ids(step).tolist() for step in (1, 4)] == [
+        [1, 6, 8],
+        [8, 5, 2],
+    ]

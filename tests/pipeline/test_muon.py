@@ -165,3 +165,11 @@ def test_ranks_that_hold_parts_of_a_matrix_are_refused() -> None:
     with pytest.raises(ConfigError, match="shard leaves each rank a part of every matrix, but "
                        "training/optimizer=muon"):  # fmt: skip
         build("+exp=lora_clm", "training/optimizer=muon", *sharded)
+
+
+@pytest.mark.parametrize("scale", [1e-5, 1e-3, 1e4])
+def test_a_direction_does_not_depend_on_the_size_of_the_matrix(scale: float) -> None:
+    matrix = torch.randn(6, 4)
+    torch.testing.assert_close(
+        orthogonalized(scale * matrix), orthogonalized(matrix), rtol=1e-3, atol=1e-4
+    )

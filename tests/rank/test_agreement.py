@@ -423,3 +423,13 @@ def test_a_rank_is_named_with_its_cloud_if_this_clouds_file_knows_it() -> None:
     job: Any = SimpleNamespace(cluster=layout)
     names = ["rank 0 (cloud a)", "rank 1 (cloud a)", "rank 2 (cloud b)", "rank 3", "rank 4"]
     assert [rank_name(job, rank) for rank in range(5)] == names
+
+
+def test_settings_and_files_of_both_sections_count_together() -> None:
+    half = {f"k{n}": "v" for n in range(4096)}
+    assert decode_table(encode_table({"setting": half, "code": half}), "rank 1") == {
+        "setting": half,
+        "code": half,
+    }
+    with pytest.raises(ConfigError, match="8193 settings and files"):
+        encode_table({"setting": half, "code": half | {"one more": "v"}})

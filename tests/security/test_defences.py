@@ -310,3 +310,12 @@ def test_marvells_noise_follows_the_spread_of_each_class_and_not_where_they_lie(
     moved = Marvell(1.0).noise(flat + 100.0, is_1, chance())
     assert noise.std() > 0.1
     torch.testing.assert_close(moved, noise, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("label", [0, 1])
+def test_marvell_spends_its_power_on_a_message_of_one_class(label: int) -> None:
+    """The power is times the mean squared norm, over all directions alike."""
+    flat = torch.full((4000, 4), 3.0, dtype=torch.float64)
+    noise = Marvell(0.25).noise(flat, torch.full((4000,), bool(label)), chance())
+    assert float(noise.square().sum(1).mean()) == pytest.approx(0.25 * 4 * 3.0**2, rel=0.05)
+    assert noise.square().mean(0).tolist() == pytest.approx([0.25 * 3.0**2] * 4, rel=0.1)

@@ -576,3 +576,11 @@ def test_a_plan_is_printed_with_all_that_qualifies_it() -> None:
     print_plans(report, Console(file=shown, width=300))
     assert "same strategy" not in shown.getvalue() and "best m" not in shown.getvalue()
     assert "a step takes less" not in shown.getvalue()
+
+
+def test_a_profile_differs_by_what_both_name_and_value_otherwise() -> None:
+    profile = replace(EIGHT, of={"machine": "a", "torch": "1"})
+    assert profile.differs_from({"machine": "a", "torch": "2", "model": "m"}) == [
+        "torch was '1', now '2'"
+    ]
+    assert profile.differs_from(profile.of) == []

@@ -17,7 +17,7 @@ from xcloud.base.errors import ConfigError
 from xcloud.job.config import looked_up
 from xcloud.record.summary import main_score, write_summary
 from xcloud.study.points import STATE_FILE, Overrides
-from xcloud.study.search import Search, SearchSettings, SearchSpace, Tried, objectives_of
+from xcloud.study.search import Search, SearchSettings, SearchSpace, Tried, _all_of, objectives_of
 
 pytest.importorskip("optuna")
 RANKS = ["1", "2", "4", "8", "16", "32", "64", "128"]
@@ -323,3 +323,17 @@ def test_a_point_of_another_search_is_not_told(tmp_path: Path) -> None:
     steps = SearchSpace.of(["n=range(2,9,3)", "m=tag(log, range(1,9,3))"]).varied
     assert (steps["n"].low, steps["n"].high, steps["n"].step, steps["n"].log) == (2, 8, 3, False)
     assert (steps["m"].low, steps["m"].high, steps["m"].step, steps["m"].log) == (1, 8, 1, True)
+
+
+def test_a_space_of_choices_and_whole_numbers_is_listed_whole() -> None:
+    varied = SearchSpace.of(["n=range(2,9,3)", "x=a,b"]).varied
+    assert [*_all_of(varied)] == [{"n": n, "x": x} for n in (2, 5, 8) for x in ("a", "b")]
+    assert _all_of(SearchSpace.of(["n=range(1,10001)"]).varied)[-1] == {"n": 10_000}
+    for words in (["n=range(1,10002)"], ["x=a,b", "n=range(1,5002)"], ["x=interval(0,1)"]):
+        assert _all_of(SearchSpace.of(words).varied) == []
+
+
+@pytest.mark.parametrize("word", ["n=range(0.5,3,1)", "n=range(0,3.5,1)", "n=range(0,3,0.5)"])
+def test_each_number_of_a_range_is_whole(word: str) -> None:
+    with pytest.raises(ConfigError, match="whole numbers"):
+        SearchSpace.of([word])

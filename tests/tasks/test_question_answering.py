@@ -126,6 +126,15 @@ def test_the_best_span_over_the_windows_of_a_question_counts() -> None:
     assert context.startswith(windows.answer(0, begin, 99))
 
 
+def test_a_question_of_just_max_question_tokens_is_not_cut() -> None:
+    tokenizer = small_tokenizer()
+    cells = {"context": ["a b c"], "question": ["where a b?"], "answers": [[("b", 2)]]}
+    length = len(tokenizer.encode(["where a b?"])[0])
+    for most, num in ((length - 1, 1), (length, 0), (length + 1, 0)):
+        lengths = {"max_length": 40, "max_question": most, "stride": 6}
+        assert Windows.of(Rows(1, cells), tokenizer, **lengths).num_long == num
+
+
 @pytest.mark.parametrize(
     ("length", "fits", "stride", "starts"),
     [(5, 10, 4, [0]), (10, 10, 4, [0]), (11, 10, 4, [0, 4]), (20, 10, 4, [0, 4, 8, 12]),

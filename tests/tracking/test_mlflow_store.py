@@ -9,6 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from contextlib import closing, nullcontext
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -540,3 +541,22 @@ def test_the_environment_of_mlflow_keeps_what_the_user_has_set(
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
         "MLFLOW_HTTP_REQUEST_TIMEOUT": "7",
     }
+
+
+@pytest.mark.parametrize(
+    ("process", "is_gone"),
+    [
+        (lambda own, ended: own, False),
+        (lambda own, ended: " ".join([*own.split()[:-1], "1"]), True),  # its number came again
+        (lambda own, ended: f"{own.rsplit(' ', 2)[0]} {ended} 1", True),
+        (lambda own, ended: f"elsewhere {ended} 1", False),
+        (lambda own, ended: f"{own.rsplit(' ', 2)[0]} no 1", False),
+        (lambda own, ended: "", False),
+    ],
+)
+def test_a_process_of_this_machine_is_known_to_be_gone(
+    process: Callable[[str, int], str], is_gone: bool
+) -> None:
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait()
+    assert mlflow_store._is_gone(process(mlflow_store.this_process(), ended.pid)) is is_gone
