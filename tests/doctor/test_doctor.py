@@ -22,7 +22,7 @@ import yaml
 
 from tests.configs import composed
 from tests.nightly import NIGHTLY
-from tests.owners import TwoOwners, copy_keys
+from tests.owners import TwoOwners, copy_keys, keys_of
 from tests.runs import free_port
 from xcloud.__main__ import main
 from xcloud.base.errors import ConfigError, FrameError, LinkError
@@ -36,6 +36,7 @@ from xcloud.job.config import Settings
 from xcloud.launch.join import ALONE, Machine
 from xcloud.line.keys import make_key
 from xcloud.line.mailbox import ObjectStore
+from xcloud.line.relayed import Meeting
 from xcloud.security.policy import Policy
 
 CLOUDS = ("cloud_a", "cloud_b")
@@ -761,3 +762,14 @@ def test_a_port_that_cannot_be_listened_at_is_red_with_what_to_do() -> None:
     assert found.state is FindingState.RED and found.name == "line to cloud_a"
     assert found.fact == "this machine cannot listen at 10.0.0.1:7000: Address already in use"
     assert "--listen 0.0.0.0:7000" in found.advice
+
+
+def test_two_that_dial_a_relay_meet_in_the_same_rooms(cases: list[Case]) -> None:
+    words = ("+exp=abnet_iwslt", "cluster/wan=sealed", "cluster.relay=relay.example:7100")
+    here, there = (replace(case, settings=Settings.of(composed(*words))) for case in cases)
+    assert here.dials("cloud_b") is not there.dials("cloud_a")
+    dials, listens = (here, there) if here.dials("cloud_b") else (there, here)
+    waits = listens.listens_at(keys_of(listens.cloud, [dials.cloud]), label="x")
+    [calls] = dials.dialled_at(keys_of(dials.cloud, [listens.cloud]), listens.cloud, label="x")
+    assert waits == calls
+    assert isinstance(waits, Meeting) and len(waits.rooms) == 1

@@ -37,13 +37,14 @@ from xcloud.comm.compression import Compression
 from xcloud.comm.compressor import Chain
 from xcloud.comm.precision import BlockInt
 from xcloud.features.replicas.late import Skip
-from xcloud.features.replicas.links import replica_links
+from xcloud.features.replicas.links import peers_of, replica_links
 from xcloud.features.replicas.local_updates import LocalUpdates
 from xcloud.features.replicas.merging import by_tensor, contiguous
 from xcloud.features.replicas.outer_optimizer import OuterOptimizer
 from xcloud.job.strategy import Strategy
 from xcloud.layout import Cloud, ClusterLayout
 from xcloud.net.frame import Kind, MessageKey
+from xcloud.net.link_profile import LinkProfile
 from xcloud.net.memory_transport import MemoryWorld
 from xcloud.pipeline.batch_plan import BatchPlan
 from xcloud.pipeline.ends import Ends
@@ -624,3 +625,12 @@ def test_every_kind_of_local_updates_is_a_word() -> None:
     roster = kept.roster
     assert roster.may_report == {"loss": frozenset({0, 1}), "quality": frozenset({0})}
     assert roster.is_elastic and roster.essential == frozenset({0}) and roster.restart_s == 2
+
+
+def test_peers_are_ranks_with_their_clouds_and_all_ranks_of_these() -> None:
+    layout = ClusterLayout({"a": Cloud(2), "b": Cloud(1)}, LinkProfile(1e8, 0.0))
+    found = peers_of(layout, [2, 0])
+    assert [(peer.rank, peer.cloud, [*peer.ranks]) for peer in found] == [
+        (2, "b", [2]),
+        (0, "a", [0, 1]),
+    ]

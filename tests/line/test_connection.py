@@ -6,6 +6,7 @@ from __future__ import annotations
 import select
 import ssl
 import struct
+import threading
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -288,3 +289,14 @@ def test_a_cloud_that_greets_by_another_attempt_has_begun_again() -> None:
     for cloud in ("b", "c"):
         with pytest.raises(LinkClosed, match=f"{cloud} has begun the run again"):
             attempts.check(cloud)
+
+
+def test_threads_are_waited_for_as_long_as_was_said() -> None:
+    over = threading.Event()
+    made = object.__new__(Connections)
+    made._threads = {0: threading.Thread(target=over.wait), 1: threading.Thread()}
+    for thread in made._threads.values():
+        thread.start()
+    assert made.join(0.01) is False
+    over.set()
+    assert made.join(20.0) is True

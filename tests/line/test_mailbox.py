@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -696,3 +697,21 @@ def test_lines_through_a_mailbox_end_with_words_links_and_what_lies_there(
     lines.close()
     most = mailbox_lines._CLOSE_S
     assert done == ["words", most, most / 2, 0.0, ("clean", None), "stopped"]
+
+
+@pytest.mark.parametrize("refused", [set(), {"5"}])
+def test_an_end_before_its_time_lies_at_the_next_number_and_behind_it(refused: set[str]) -> None:
+    """Of a frame that is on its way the number may be taken."""
+    put = list[str]()
+
+    def put_once(path: str, sealed: bytes) -> None:
+        if path in refused:
+            raise OSError
+        put.append(path)
+
+    out = object.__new__(MailboxOutLink)
+    out._num_put = 5
+    out.keys = Mock()
+    out.box = Mock(path=str, store=Mock(put_once=put_once))
+    out.abandon()
+    assert put == [number for number in ("5", "6") if number not in refused]
