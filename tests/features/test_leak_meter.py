@@ -631,3 +631,18 @@ def test_a_job_without_a_meter_or_a_second_cloud_is_not_observed() -> None:
         job: Any = Mock()
         job.cluster.crosses_clouds = crosses
         assert meter_of(job) is (job.security.meter if crosses else None)
+
+
+def test_rows_that_match_the_tokens_of_less_than_half_of_the_samples_do_so_by_chance(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(leak_meter, "network_inverter", linear_inverter)  # the quicker one
+    count = leak_meter.MIN_SAMPLES
+    truth = {i: torch.arange(4) for i in range(2 * count + 1)}
+    match = {i: torch.randn(4, 3) for i in range(count)}
+    other = {i: torch.randn(5, 3) for i in range(count, 2 * count + 1)}
+    assert leak_meter._invert(match | other, truth, []) is None
+    del other[2 * count]
+    assert leak_meter._invert(match | other, truth, []) is not None
+    del match[0], other[count]
+    assert leak_meter._invert(match | other, truth, []) is None, "too few"

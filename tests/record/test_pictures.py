@@ -409,3 +409,23 @@ def test_all_that_is_drawn_of_a_run_is_as_it_is_written_down(
     assert write_loss(tmp_path / "loss.png", short_run, TITLE)
     assert write_step_time(tmp_path / "step_time.png", short_run, TITLE)
     as_written.check("pictures of a short run", kept)
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "point"),
+    [
+        (1.5, 0.5, (7, 1.5, 0.5)),
+        (-1.5, None, (7, -1.5, 0.0)),
+        (0.99e100, 0.99e100, (7, 0.99e100, 0.99e100)),
+        (-1e100, -1.0, (7, math.nan, 0.0)),
+        (1e100, 1e100, (7, math.nan, 0.0)),
+        (None, math.nan, (7, math.nan, 0.0)),
+    ],
+)
+def test_a_score_that_no_axis_has_room_for_is_no_point(
+    value: float | None, error: float | None, point: tuple[int, float, float]
+) -> None:
+    about = {"event": "quality", "step": 7, "values": {"loss": value}, "errors": {"loss": error}}
+    events: list[Any] = [about | {"split": split} for split in ("dev", "test")]
+    curve = RunRecord({}, events=events).dev_quality["loss"]
+    assert [*curve[0]] == pytest.approx([*point], nan_ok=True) and len(curve) == 1
