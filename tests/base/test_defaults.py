@@ -37,6 +37,9 @@ def defaults_in(module: ModuleType) -> dict[str, dict[str, Any]]:
             found[name] = defaults_of(one)
         elif isclass(one):
             held = {key: value for key, value in vars(one).items() if type(value) in PLAIN[:3]}
+            # What a NamedTuple's constructor takes is written down there alone.
+            fields = getattr(one, "_field_defaults", {})
+            held |= {key: fields[key] for key in fields if type(fields[key]) in PLAIN}
             found[name] = {key: held[key] for key in held if key[0] != "_"}
             for method, value in vars(one).items():
                 function = getattr(value, "__func__", value)
