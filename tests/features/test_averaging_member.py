@@ -14,9 +14,13 @@ def test_what_the_server_does_not_count_is_given_back_to_the_error_feedback(
     is_counted: bool,
 ) -> None:
     settled: list[bool] = []
-    codec = SimpleNamespace(
-        settle=settled.append, carries=(), raw_bytes=0, encode=lambda tensors, is_final: ((), None)
-    )
+    final: list[bool] = []
+
+    def encode(tensors: Any, is_final: bool) -> Any:
+        final.append(is_final)
+        return (), None
+
+    codec = SimpleNamespace(settle=settled.append, carries=(), raw_bytes=0, encode=encode)
     answer = torch.tensor([3.0, 3.0, float(is_counted), 0.0], dtype=torch.float64)
     links: Any = SimpleNamespace(post=lambda *_, **__: None, next=lambda *_, **__: (answer,))
     member = Member(links, codec, SimpleNamespace(wire_specs=(1,)))  # type: ignore[arg-type]
@@ -24,3 +28,4 @@ def test_what_the_server_does_not_count_is_given_back_to_the_error_feedback(
 
     assert member.finish(3).is_counted is is_counted
     assert settled == [is_counted]
+    assert final == [False], "only the answer tells whether it is used"

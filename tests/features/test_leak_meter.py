@@ -646,3 +646,9 @@ def test_rows_that_match_the_tokens_of_less_than_half_of_the_samples_do_so_by_ch
     assert leak_meter._invert(match | other, truth, []) is not None
     del match[0], other[count]
     assert leak_meter._invert(match | other, truth, []) is None, "too few"
+
+
+@pytest.mark.parametrize("field", ["hidden", "hidden.of.a.part"])
+def test_the_name_of_a_stream_is_read_back(field: str) -> None:
+    stream = CrossedStream("backward", 3, "sent", field)
+    assert CrossedStream.parse(stream.name) == stream

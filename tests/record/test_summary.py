@@ -15,6 +15,7 @@ from xcloud.record.feature_figures import FeatureFigure
 from xcloud.record.run_figures import OF_EVERY_RUN
 from xcloud.record.run_record import RunRecord
 from xcloud.record.summary import RunStatistics, Summary, feed_log, other_memory, write_summary
+from xcloud.record.usage import Usage
 
 REQUIRED = {
     "bytes_per_token",
@@ -428,6 +429,19 @@ def test_other_memory_is_what_of_the_peak_nothing_explains(
     rank: dict[str, int], other: dict[str, int]
 ) -> None:
     assert other_memory(rank) == other
+
+
+def test_a_cost_is_that_of_all_clouds_with_a_price() -> None:
+    usage = Usage({"a": Price(hour=3600.0, gb_out=1e9), "b": Price(hour=7200.0, gb_out=2e9)})
+    for rank, cloud in enumerate(("a", "b", "c")):
+        usage.feed({"event": "phase", "name": "loading", "rank": rank, "cloud": cloud, "t": 5.0})
+        sent = {"event": "step", "rank": rank, "cloud": cloud, "sent": {"forward": 10}}
+        usage.feed(sent | {"t": 7.0})
+    found = usage.summary()
+    assert found["egress_bytes"] == {"a": 10, "b": 10, "c": 10}
+    assert found["cost"]["compute"] == pytest.approx({"a": 2.0, "b": 4.0})
+    assert found["cost"]["egress"] == pytest.approx({"a": 10.0, "b": 20.0})
+    assert found["cost"]["total"] == pytest.approx(36.0)
 
 
 def test_a_run_without_prices_has_no_cost() -> None:

@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -293,6 +295,11 @@ def test_a_hub_that_cannot_be_reached_is_said_before_any_rank_starts(
             DataError, match="the hub cannot be reached and no copy is in the cache"
         ):
             corpus.check()
+
+
+def test_a_data_set_by_language_is_that_of_the_language_that_is_trained() -> None:
+    form: Any = SimpleNamespace(train_language="de")
+    assert LanguageHub(dataset="owner/name").data_set(form) == "de"
 
 
 REAL = {
