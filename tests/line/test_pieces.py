@@ -255,3 +255,12 @@ def test_an_assembly_forgets_what_it_has_delivered_and_bounds_what_it_holds() ->
     assembly.place(2, 3 * PIECE_BYTES, 2)  # alone a frame may be longer than all together
     with pytest.raises(FrameError, match=r"frame 2 has 786,433 bytes; .* at most 786,432"):
         assembly.place(2, 3 * PIECE_BYTES + 1, 0)
+
+
+def test_what_is_said_on_a_connection_without_a_piece_is_the_same_in_every_release() -> None:
+    said = {"ask": pieces.ASK, "end": pieces.END, "ask behind": pieces.ASK_BEHIND}
+    assert said == {
+        "ask": bytes(16),
+        "end": bytes(12) + b"\1\0\0\0",
+        "ask behind": bytes(12) + b"\2\0\0\0",
+    }

@@ -11,6 +11,8 @@ from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -689,3 +691,12 @@ def test_the_last_stage_alone_learns_from_the_loss_of_pairs() -> None:
     made: list[Any] = [at_rank.build_context(n, group=None, context=Built()) for n in range(3)]  # type: ignore[arg-type]
     assert [one.document_loss for one in made[:2]] == [None, None]
     assert made[2].document_loss is at_rank.loss and at_rank.loss.beta == 0.25
+
+
+def test_a_table_of_both_answers_alone_is_read() -> None:
+    table = Mock(columns=lambda: ["chosen", "rejected"], rows=lambda *names, **given: [[1, 2]])
+    with mock.patch.object(preferences, "CHAT_KEYS", ()):
+        assert [*preferences._cells(table)] == [{"chosen": 1, "rejected": 2}]
+    table.columns = lambda: ["prompt", "chosen"]
+    with pytest.raises(DataError, match="its keys are"):
+        [*preferences._cells(table)]
