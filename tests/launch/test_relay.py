@@ -424,7 +424,8 @@ def test_a_hundred_cuts_of_the_relay_change_no_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port = free_port()
-    settings = ["training.max_steps=1000"]
+    # A cut takes three steps, and up to twelve beside other load.
+    settings = ["training.max_steps=3000"]
     owners = TwoOwners(tmp_path, [f"cluster.relay={LOCAL}:{port}", *settings])
     with relay_running(port=port):
         both = [owners.start(cloud) for cloud in CLOUDS]

@@ -266,6 +266,23 @@ CONTRADICTORY = {
         [rank_record(0, received=[SENT | {"sender": 9, "from": "z"}])],
         "rank 0 .* names rank 9, and the run has 3 ranks",
     ),
+    "a receiver that is not there": (
+        [rank_record(1, messages=[SENT | {"receiver": 9}])], "names rank 9, and the run has 3",
+    ),
+    "no number of a receiver": (
+        [rank_record(1, messages=[SENT | {"receiver": "0"}])], "receiver",
+    ),
+    "messages to itself": (
+        [rank_record(1, messages=[SENT | {"receiver": 1, "to": "b"}])], "of rank 1 to rank 1",
+    ),
+    "messages between two others": (
+        [rank_record(0, received=[SENT | {"sender": 2, "from": "c", "receiver": 1, "to": "b"}])],
+        "counts messages of rank 2 to rank 1",
+    ),
+    "a receiver in a cloud that is not its own": (
+        [rank_record(0), rank_record(1, messages=[SENT | {"to": "z"}])],
+        "rank 0 is of 'z'; its own says 'a'",
+    ),
     "a rank that is not there": ([rank_record(7)], "names rank 7, and the run has 3 ranks"),
     "a rank twice": ([rank_record(1, messages=[SENT])] * 2, "two records of rank 1"),
     "two runs": ([rank_record(0), rank_record(1, num_ranks=9)], "with 3 and with 9 ranks"),

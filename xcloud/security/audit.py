@@ -210,6 +210,7 @@ def _known_kind(kind: str) -> str:
 class _Message(BaseModel):
     model_config = _STRICT
     to: BoundedText
+    receiver: BoundedInt
     kind: Annotated[BoundedText, AfterValidator(_known_kind)]
     boundary: int | BoundedText | None
     parts: Annotated[list[_Part], Field(max_length=1000)]
@@ -260,26 +261,47 @@ def _read_record(path: Path) -> dict[str, Any]:
 
 
 def _check_ranks(run_dir: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """Raise DataError unless each record is of another one of the run's ranks, and so are the
-    senders that it names. Any other would count twice, or not at all."""
+    """Raise DataError unless each record is of another one of the run's ranks, and what it counts
+    is of messages between it and others of them, in their clouds. Any other would count twice, or
+    not at all, or as what another cloud was sent."""
     num_ranks = records[0]["num_ranks"]
-    seen: set[int] = set()
+    clouds: dict[int, str] = {}
     for record in records:
         rank = record["rank"]
-        if rank in seen:
+        if rank in clouds:
             raise DataError(f"{run_dir} has two records of rank {rank}; remove one")
-        seen.add(rank)
+        clouds[rank] = record["cloud"]
         if record["num_ranks"] != num_ranks:
             raise DataError(
                 f"the records in {run_dir} are of runs with {num_ranks} and with "
                 f"{record['num_ranks']} ranks; remove those of the other run"
             )
-        for named in (rank, *(message["sender"] for message in record["received"])):
+    for record in records:
+        rank = record["rank"]
+        ways = [(rank, one["receiver"], one["to"]) for one in record["messages"]]
+        ways += [(one["sender"], one["receiver"], one["to"]) for one in record["received"]]
+        for sender, receiver, to in ways:
+            named = max(sender, receiver)
             if named >= num_ranks:
                 raise DataError(
                     f"the record of rank {rank} in {run_dir} names rank {named}, and the run has "
                     f"{num_ranks} ranks from 0"
                 )
+            if rank not in (sender, receiver) or sender == receiver:
+                raise DataError(
+                    f"the record of rank {rank} in {run_dir} counts messages of rank {sender} to "
+                    f"rank {receiver}"
+                )
+            if clouds.get(receiver, to) != to:
+                raise DataError(
+                    f"the record of rank {rank} in {run_dir} says that rank {receiver} is of "
+                    f"{to!r}; its own says {clouds[receiver]!r}"
+                )
+        if rank >= num_ranks:
+            raise DataError(
+                f"the record of rank {rank} in {run_dir} names rank {rank}, and the run has "
+                f"{num_ranks} ranks from 0"
+            )
 
 
 def join_audit(run_dir: Path) -> dict[str, Any]:
