@@ -37,6 +37,9 @@ ROWS = {
     "pipeline, FP32": ["compression=none"],
     "pipeline, INT4": [INT4],
     "pipeline, INT4+INT2": [INT4, "compression.backward.int4.bits=2"],
+    "pipeline, token means 1.4 + 1.6": [
+        "compression=transform_tokens", "model.text_everywhere=true",
+    ],
     "pipeline, transform 0.7 + 3.0": transformed(0.7, 3.0),
     "pipeline, transform 1.0 + 3.0": transformed(1.0, 3.0),
     "local updates of 15, FP32": merged("local_updates", 15, "compression=none"),

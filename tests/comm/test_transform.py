@@ -14,6 +14,7 @@ from tests.codecs import admitted, relative_error
 from xcloud.base.errors import ConfigError, FrameError
 from xcloud.comm import bit_planes
 from xcloud.comm.channel import BoundaryField, Codec, Codecs, ReceiveChannel, SendChannel
+from xcloud.comm.compressor import Chain, Compressor
 from xcloud.comm.memory import NoMemory
 from xcloud.comm.precision import BlockInt
 from xcloud.comm.step_clock import StepClock
@@ -271,3 +272,108 @@ def test_planning_takes_the_bytes_of_a_message_once_there_is_a_basis() -> None:
     priced = time_codec(Transform(2.2), [spec], torch.device("cpu"))
     assert 2 * 100 < priced.num_bytes < 5 * 100
     assert priced.num_bytes < sum(part.num_bytes for part in Transform(2.2).wire_specs(spec)) / 10
+
+
+def taught(gradients: Tensor | None, step: float = 1.0) -> tuple[Transform, Transform]:
+    """Both ends, whose sender has had rows enough for a basis, and these gradients of them."""
+    sender, receiver = Transform(step), Transform(step)
+    for number in range(6):
+        crossed(sender, receiver, rows(80, seed=number))
+        if gradients is not None:
+            sender.learn_from_gradient(gradients)
+    return sender, receiver
+
+
+def test_errors_go_where_the_loss_does_not_answer() -> None:
+    """At no more bytes the loss changes less, and rows as a whole lose more."""
+    generator = torch.Generator().manual_seed(5)
+    answers = torch.randn(8, H, generator=generator)  # directions that the loss answers to
+    gradients = torch.randn(200, 8, generator=generator) @ answers
+    tensor = rows(400, seed=9)
+    errors, costs, sizes = [], [], []
+    for one in (None, gradients):
+        seen, num_bytes = crossed(*taught(one), tensor)
+        errors.append(relative_error(tensor, seen))
+        costs.append(float(((tensor - seen) @ answers.T).square().mean()))
+        sizes.append(num_bytes)
+    assert sizes[1] < 1.05 * sizes[0]
+    assert costs[1] < 0.75 * costs[0]
+    assert errors[1] > errors[0]
+
+
+@pytest.mark.parametrize(
+    "gradients",
+    [
+        torch.zeros(80, H), torch.full((80, H), math.nan), torch.full((80, H), math.inf),
+        torch.zeros(0, H), torch.randn(80, H + 1, generator=torch.Generator().manual_seed(1)),
+    ],
+    ids=["zero", "nan", "inf", "none", "another width"],
+)  # fmt: skip
+def test_gradients_that_tell_nothing_change_nothing(gradients: Tensor) -> None:
+    tensor = rows(80, seed=9)
+    expected, num_bytes = crossed(*taught(None), tensor)
+    seen, found_bytes = crossed(*taught(gradients), tensor)
+    assert found_bytes == num_bytes and torch.equal(seen, expected)
+
+
+@pytest.mark.parametrize("scale", [2.0**-100, 1.0, 2.0**100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_gradients_tell_does_not_depend_on_their_size(
+    scale: float, dtype: torch.dtype
+) -> None:
+    gradients = rows(80, seed=7).to(dtype)
+    gradients[3] *= 1024  # one row far above the others counts as one row
+    same = rows(80, seed=7).to(dtype)
+    tensor = rows(80, seed=9)
+    expected, _ = crossed(*taught(same), tensor)
+    seen, _ = crossed(*taught(gradients * scale), tensor)
+    assert torch.equal(seen, expected)
+
+
+@pytest.mark.parametrize(
+    "members", [{}, {"transform": Transform(1.0)}, {"bits": BlockInt(8)}],
+    ids=["nothing", "transform", "another"],
+)  # fmt: skip
+def test_the_first_member_of_a_chain_learns_from_gradients(members: dict[str, Compressor]) -> None:
+    chain = Chain(**members)
+    chain.learn_from_gradient(rows(80))
+    has_learned = [name for name, one in members.items() if "gradients" in one.own()]
+    assert has_learned == [name for name in members if name == "transform"]
+
+
+def test_a_sender_that_learns_from_gradients_goes_on_bit_for_bit() -> None:
+    sender, receiver = taught(rows(80, seed=3))
+    other = Transform(1.0)
+    other.take(sender.own())
+    for number in range(3):
+        sender.learn_from_gradient(rows(80, seed=20 + number))
+        other.learn_from_gradient(rows(80, seed=20 + number))
+        sender.look_at = other.look_at = 0  # so that each message tries a new basis
+        expected, _ = crossed(sender, receiver, rows(80, seed=30 + number))
+        assert torch.equal(crossed(other, copy.deepcopy(receiver), rows(80, seed=30 + number))[0],
+                           expected)  # fmt: skip
+
+
+def test_a_sender_that_decodes_its_own_messages_goes_on_as_one_that_does_not() -> None:
+    """As it does in front of a memory of what has crossed."""
+    plain, decoding, receiver = Transform(1.0), Transform(1.0), Transform(1.0)
+    for number in range(9):
+        for sender in (plain, decoding):
+            sender.learn_from_gradient(rows(80, seed=3))
+        tensor = rows(80, seed=number)
+        expected, _ = crossed(plain, receiver, tensor)
+        assert torch.equal(crossed(decoding, decoding, tensor)[0], expected)
+    assert decoding.basis is not None
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("place", [0, 4 * H], ids=["mean", "size"])
+def test_a_basis_that_is_not_finite_is_refused(place: int, value: float) -> None:
+    sender = Transform(1.0)
+    for number in range(5):
+        parts = sender.compress(rows(80, seed=number))
+    data = parts[0].numpy().copy()
+    start = 8 + place  # behind the head and the step
+    data[start : start + 4] = np.frombuffer(struct.pack("<f", value), dtype=np.uint8)
+    with pytest.raises(FrameError, match="not finite"):
+        Transform(1.0).decompress((torch.from_numpy(data),), TensorSpec((80, H), torch.float32))

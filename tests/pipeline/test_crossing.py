@@ -105,6 +105,24 @@ def test_what_arrives_is_what_an_evaluation_of_the_run_has(
     assert all(sent) == (defence is None and compressor.label == "none")
 
 
+@pytest.mark.parametrize("defence", [None, GaussianNoise(clip=1.0, sigma=0.5)], ids=str)
+def test_a_sender_of_activations_learns_from_gradients_in_training_alone(
+    defence: Defence | None,
+) -> None:
+    defences = {} if defence is None else {"forward": defence}
+    compression = Compression(Transform(0.5), Chain(), NoMemory(), NoMemory())
+    joined = wired(LAYOUT, {0: BORDER}, compression, defences=defences)
+    ranks = [pipeline(one, LAYOUT, {0: ToyStage(0, 2), 1: ToyStage(1, 2)}) for one in joined]
+    batches = {number: samples(piece) for number, piece in enumerate(PIECES)}
+    found = []
+    for _ in range(2):
+        in_threads([lambda r=rank: r.predict(PIECES, samples, LAST_STEP) for rank in ranks])
+        learned = joined[0].wiring.boundaries.learned(0)
+        found.append([name for name in learned if name.endswith("gradients")])
+        in_threads([lambda r=rank: r.step(GPipe(3), batches, 1, weight=12.0) for rank in ranks])
+    assert found[0] == [] and len(found[1]) == 1
+
+
 def test_what_is_kept_of_training_samples_is_not_learned_and_means_of_tokens_are() -> None:
     for memory, kept in ((TokenMeans(), {"memory"}), (DeltaCache(), set()), (NoMemory(), set())):
         codecs = Codecs([(None, Codec(Transform(), memory))])

@@ -293,6 +293,9 @@ class Sender(Protocol):
         Returns what left in place of `message`, in the graph: what comes back is its gradient.
         """
 
+    def learn_from_gradients(self, step: int, gradients: Message) -> None:
+        """Let the compressors learn from what came back of a message of this step."""
+
     def send_start(self, tensors: Tensors) -> None:
         """Send Boundary.start, once and uncompressed, before the first step."""
 
@@ -356,6 +359,13 @@ class SendChannel(_Channel):
         # Training alone: the ratio that a run reports is that of its steps.
         self.raw_bytes += field.raw_bytes(len(tensor))
         return codec.encode(tensor, rows_of=rows, activations=activations)
+
+    def learn_from_gradients(self, step: int, gradients: Message) -> None:
+        for name, codecs in self.codecs.items():
+            compressor = codecs.at(step).compressor
+            if compressor.learns_from_gradients:
+                with self.clock.during("compress"):
+                    compressor.learn_from_gradient(gradients[name])
 
     def send_start(self, tensors: Tensors) -> None:
         self.link.send(MessageKey(Kind.START), tensors, ("start",) * len(tensors))

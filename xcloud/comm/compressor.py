@@ -80,6 +80,15 @@ class Compressor(Labelled, TensorChoice, StatefulTree):
         """
         return self.compress(gradient)
 
+    @property
+    def learns_from_gradients(self) -> bool:
+        """Whether `learn_from_gradient` does anything."""
+        return False
+
+    def learn_from_gradient(self, gradient: Tensor) -> None:
+        """Learn what errors of activations cost from the gradient that came back of them, in
+        their shape."""
+
     @abstractmethod
     def decompress(self, parts: Tensors, spec: TensorSpec) -> Tensor:
         """The tensor as the receiver sees it, of exactly this spec (shape and dtype)."""
@@ -215,6 +224,15 @@ class Chain(Compressor):
             [member] = self.members.values()
             return member.compress_gradient(gradient, activations)
         return self.compress(gradient)
+
+    @property
+    def learns_from_gradients(self) -> bool:
+        # What the first member is given has the shape of the gradient, what it makes has not.
+        return any(one.learns_from_gradients for one in [*self.members.values()][:1])
+
+    def learn_from_gradient(self, gradient: Tensor) -> None:
+        if self.learns_from_gradients:
+            next(iter(self.members.values())).learn_from_gradient(gradient)
 
     def decompress(self, parts: Tensors, spec: TensorSpec) -> Tensor:
         specs = self._specs_after_each(spec)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -36,6 +36,7 @@ _ROWS_PER_FEATURE = 8  # before there is a basis
 _LOOK_AT = 2  # times the bytes of a basis, sent since it came, before another is tried
 _ROWS_OF_A_MESSAGE = 512  # that a basis is measured on, at most
 _ROWS_LATER = 128  # the same of a message once there is one
+_SENSITIVE = 0.8  # share of what gradients tell, in what an error is taken to cost
 _KEPT = 0.25  # steps that a component's deviation must have, to be in a basis
 _REST = 0.85  # steps from which what components leave of a feature is sent
 _DEAD = 1 / 6  # of a step, that a component is made smaller before it is rounded
@@ -61,29 +62,32 @@ class _Basis:
 
     number: counts the bases of a channel, modulo 256.
     mean: float32 [H], what is subtracted before.
-    codes: int8 [K, H], the components but for their length.
+    codes: int8 [K, H], the components but for their size.
+    sizes: float32 [K], what the codes of a component are multiplied by.
     classes: uint8 [K], ascending: the first have the largest variance.
+    analysis: float32 [K, H], the sender's alone: what rows are multiplied by to be coded.
     """
 
     number: int
     mean_H: Tensor
     codes_KH: Tensor
+    sizes_K: Tensor
     classes_K: Tensor
+    analysis_KH: Tensor | None = None
 
     @cached_property
     def rows_KH(self) -> Tensor:
-        """Return the components, each of length 1."""
-        wide_KH = self.codes_KH.float()
-        unit_KH: Tensor = wide_KH / torch.linalg.vector_norm(wide_KH, dim=1, keepdim=True)
-        return unit_KH
+        """Return the components, of which a receiver adds up rows."""
+        rows_KH: Tensor = self.codes_KH.float() * self.sizes_K[:, None]
+        return rows_KH
 
     def codes(self, rows_RH: Tensor, delta: float) -> Tensor:
         """Return whole numbers [R, K + H]: of components, then of what these leave of features."""
-        rows_KH = self.rows_KH.to(rows_RH)
+        assert self.analysis_KH is not None, "a receiver does not code"
         around_RH = rows_RH - self.mean_H.to(rows_RH)
-        codes_RK = _rounded(around_RH @ rows_KH.T / delta, smaller=_DEAD)
+        codes_RK = _rounded(around_RH @ self.analysis_KH.to(rows_RH).T / delta, smaller=_DEAD)
         # What is left is of the decoded components, so that their rounding is made good here, too.
-        rest_RH = around_RH / delta - codes_RK @ rows_KH
+        rest_RH = around_RH / delta - codes_RK @ self.rows_KH.to(rows_RH)
         return torch.cat([codes_RK, _rounded(rest_RH, smaller=_REST - 0.5)], dim=1)
 
     def seen(self, codes_RC: Tensor, delta: float) -> Tensor:
@@ -98,8 +102,8 @@ class _Basis:
         return [*_edges(self.classes_K.numpy()), len(self.classes_K) + num_features]
 
     def packed(self) -> Bytes:
-        parts = (self.mean_H.view(torch.uint8), self.classes_K, self.codes_KH.view(torch.uint8))
-        return np.concatenate([part.reshape(-1).numpy() for part in parts])
+        parts = (self.mean_H, self.sizes_K, self.classes_K, self.codes_KH)
+        return np.concatenate([part.view(torch.uint8).reshape(-1).numpy() for part in parts])
 
 
 @settings("Transform", frozen=False)
@@ -107,7 +111,7 @@ class Transform(Compressor):
     """Whole numbers of one step for all values, in an entropy code, in a basis of principal
     components that the sender measures and sends.
 
-    x_hat = mean + delta * (B^T q + r),  q = round(B (x - mean) / delta), r: see below,
+    x_hat = mean + delta * (D^T q + r),  q = round(A (x - mean) / delta), r: see below,
     delta = step * a running root mean square of x - mean
 
     Small components round to zero and cost next to nothing, so no rank need be chosen: one step
@@ -115,7 +119,7 @@ class Transform(Compressor):
     delta hardly differs between messages, a small gradient costs little, too. Messages differ in
     size, which tells an onlooker something of their content.
 
-    The basis B. The first rows cross in their own features, around the message's own mean and at a
+    The basis D. The first rows cross in their own features, around the message's own mean and at a
     step of its own root mean square. Once there are 8 H of them, the sender takes the principal
     components that deviate by a quarter of delta or more, and sends them in 8 bits each, in front
     of the message that uses them first. When twice as many bytes have followed, and whenever these
@@ -124,12 +128,21 @@ class Transform(Compressor):
     where that pays. r is what the components leave of a feature where that is 0.85 delta or more.
     Rows of more than 2,048 features have no basis: finding one takes seconds.
 
+    What an error costs. An error e of a row changes the loss by some (g . e)^2, g: the row's
+    gradient. Of activations the sender gets the gradients back, and takes e^T M e for the cost:
+    M = 0.8 F / (mean of its diagonal) + 0.2 I, F = the mean of g g^T over rows, each of length 1.
+    The basis is that of rows in which this cost is a length (M = L L^T): with V the principal
+    components of L^T (x - mean), A = V^T L^T and D = V^T L^-1. So directions to which the loss
+    does not answer get coarser steps. Only D crosses. Gradients have M = I, so A = D. (Ours; F is
+    the empirical Fisher matrix of the activations.)
+
     Rounding: components are made smaller by a sixth of delta first, which saves more bytes than a
     larger step at the same error (as coders of video do).
 
-    Wire: one part, uint8, at most 1 byte a value and some more, H * (H + 5) with a basis. Kind u8,
+    Wire: one part, uint8, at most 1 byte a value and some more, H * (H + 9) with a basis. Kind u8,
     number of the basis u8, components u16, delta float32 (float64 for such tensors); with a basis
-    mean float32 [H], classes of components by deviation uint8 [K], their entries int8 [K, H]; then
+    mean float32 [H], of components the sizes float32 [K], the classes by deviation uint8 [K] and
+    the entries int8 [K, H]; then
     the codes of q and r (bit_planes.py). delta doubles where they would be longer than promised.
 
     step: bytes against error. 2.2 costs rows of MiniLM 23 bytes a token at a quarter of the
@@ -149,8 +162,8 @@ class Transform(Compressor):
     family: ClassVar[Family] = "precision"
     feedback: ClassVar[Feedback] = "useful"
     label_form = "transform({step:g})"
-    own_names = ("seen", "since", "look_at", "features", "mean_square", "moments", "number",
-                 "mean", "codes", "classes")  # fmt: skip
+    own_names = ("seen", "since", "look_at", "features", "mean_square", "moments", "gradients",
+                 "number", "mean", "codes", "sizes", "classes", "analysis")  # fmt: skip
     child_names = ("shaping",)
 
     step: Annotated[float, Field(ge=0.05, le=64.0)] = 2.2
@@ -162,6 +175,7 @@ class Transform(Compressor):
         self.look_at = 0  # so many of them before another basis is tried
         self.features = 0
         self._moments_HH: Tensor | None = None
+        self._gradients_HH: Tensor | None = None  # their second moments, each of length 1
         self._mean_square = 0.0  # of a centred value, a running mean
         self.basis: _Basis | None = None
         self.shaping = NoiseShaping()
@@ -174,7 +188,7 @@ class Transform(Compressor):
         num_rows, num_features = matrix_shape(spec.shape)
         most = _head_bytes(spec) + _most_bytes(num_rows, num_features)
         if self._may_have_basis(num_features):
-            most += num_features * (num_features + 5)
+            most += num_features * (num_features + 9)
         return (TensorSpec(shape=(most,), dtype=torch.uint8, is_bound=True),)
 
     def compress(self, tensor: Tensor) -> Tensors:
@@ -182,6 +196,28 @@ class Transform(Compressor):
 
     def compress_gradient(self, gradient: Tensor, activations: Tensor) -> Tensors:
         return self._compressed(gradient, None if self._is_evened else activations)
+
+    @property
+    def learns_from_gradients(self) -> bool:
+        return True
+
+    def learn_from_gradient(self, gradient: Tensor) -> None:
+        num_rows, num_features = matrix_shape(gradient.shape)
+        if not num_rows or not self._may_have_basis(num_features):
+            return
+        if self.features not in (0, num_features):
+            return
+        rows_RH = gradient.detach().reshape(num_rows, num_features)
+        rows_RH = rows_RH[:: -(-num_rows // _ROWS_LATER)].double()
+        # Of length 1, as one row may have a gradient a million times that of the others.
+        norms_R1 = torch.linalg.vector_norm(rows_RH, dim=1, keepdim=True)
+        unit_RH = (rows_RH / norms_R1)[((norms_R1 > 0) & norms_R1.isfinite())[:, 0]]
+        if not len(unit_RH):
+            return
+        moments_HH = (unit_RH.T @ unit_RH).cpu()
+        if self._gradients_HH is not None:
+            moments_HH += self._gradients_HH
+        self._gradients_HH = moments_HH
 
     def _compressed(self, tensor: Tensor, activations: Tensor | None) -> Tensors:
         refuse_integers(tensor)
@@ -251,7 +287,10 @@ class Transform(Compressor):
             return _narrowed((seen + mean_H.to(seen)) * sizes_R1.to(seen), spec)
         if kind == _WITH_BASIS and self._may_have_basis(num_features):
             basis, rest = _unpacked(rest, number, num_components, num_features)
-            self.basis = basis  # later messages name it by its number alone
+            known = self.basis
+            # A sender that decodes what it sent itself keeps what it codes rows by.
+            if known is None or known.analysis_KH is None or known.number != number:
+                self.basis = basis  # later messages name it by its number alone
         elif kind != _IN_BASIS:
             raise FrameError(f"a message of kind {kind}")
         known = self.basis
@@ -295,26 +334,48 @@ class Transform(Compressor):
         self._moments_HH = moments_HH
 
     def _measured(self) -> _Basis:
-        """Return the components of the moments, and halve these."""
+        """Return the basis of the moments, and halve these."""
         assert self._moments_HH is not None
         moments_HH = self._moments_HH / self._moments_HH[-1, -1]
         mean_H = moments_HH[-1, :-1] * (not self._is_evened)
         # The last row and column of the moments are sums of the ones: the mean.
         covariance_HH = moments_HH[:-1, :-1] - torch.outer(mean_H, mean_H)
-        values_H, vectors_HH = torch.linalg.eigh(covariance_HH)
-        sd_H = values_H.flip(0).clamp_min(0).sqrt()
-        mean_square = float(sd_H.square().mean())
+        mean_square = float(covariance_HH.diagonal().mean())
         if self.basis is None:
             self._mean_square = mean_square
+        cost_HH = self._cost_of_errors(len(covariance_HH))
+        root_HH = torch.linalg.cholesky(cost_HH)
+        values_H, vectors_HH = torch.linalg.eigh(root_HH.T @ covariance_HH @ root_HH)
+        sd_H = values_H.flip(0).clamp_min(0).sqrt()
         num_kept = max(1, int((sd_H > _KEPT * self.step * math.sqrt(mean_square)).sum()))
-        rows_KH = vectors_HH.flip(1).T[:num_kept]
-        # Their length is not sent: `rows_KH` makes it 1 again at both ends.
-        codes_KH = (rows_KH * (127 / rows_KH.abs().amax(1, keepdim=True))).round().to(torch.int8)
+        kept_KH = vectors_HH.flip(1).T[:num_kept]
+        rows_KH = torch.linalg.solve_triangular(root_HH, kept_KH, upper=False, left=False)
+        largest_K1 = rows_KH.abs().amax(1, keepdim=True)
+        # In the order in memory that the receiver has: products then come to the same bits.
+        codes_KH = (rows_KH * (127 / largest_K1)).round().to(torch.int8).contiguous()
+        lengths_K = torch.linalg.vector_norm(rows_KH, dim=1)
+        sizes_K = (lengths_K / torch.linalg.vector_norm(codes_KH.double(), dim=1)).float()
         # Older rows fade, as training moves what is sent.
         self._moments_HH = self._moments_HH / 2
-        number = 0 if self.basis is None else (self.basis.number + 1) % 256
-        classes = torch.from_numpy(_classes(sd_H[:num_kept].numpy()))
-        return _Basis(number, mean_H=mean_H.float(), codes_KH=codes_KH, classes_K=classes)
+        if self._gradients_HH is not None:
+            self._gradients_HH = self._gradients_HH / 2
+        basis = _Basis(
+            number=0 if self.basis is None else (self.basis.number + 1) % 256,
+            mean_H=mean_H.float(),
+            codes_KH=codes_KH,
+            sizes_K=sizes_K,
+            classes_K=torch.from_numpy(_classes(sd_H[:num_kept].numpy())),
+        )
+        # Of the components as they cross, in 8 bits.
+        return replace(basis, analysis_KH=basis.rows_KH @ cost_HH.float())
+
+    def _cost_of_errors(self, num_features: int) -> Tensor:
+        """Return M of the class's docstring [H, H], float64."""
+        equal_HH = torch.eye(num_features, dtype=torch.float64)
+        if self._gradients_HH is None:
+            return equal_HH
+        mean = self._gradients_HH.diagonal().mean()
+        return _SENSITIVE * self._gradients_HH / mean + (1 - _SENSITIVE) * equal_HH
 
     def _in_basis(
         self,
@@ -435,14 +496,19 @@ class Transform(Compressor):
         state: State = {name: getattr(self, name) for name in _COUNTS}
         if self._moments_HH is not None:
             state["moments"] = copy_of(self._moments_HH)
+        if self._gradients_HH is not None:
+            state["gradients"] = copy_of(self._gradients_HH)
         if (basis := self.basis) is not None:
             state |= {
                 "number": basis.number,
                 "mean_square": torch.tensor(self._mean_square, dtype=torch.float64),
                 "mean": copy_of(basis.mean_H),
                 "codes": copy_of(basis.codes_KH),
+                "sizes": copy_of(basis.sizes_K),
                 "classes": copy_of(basis.classes_K),
             }
+            if basis.analysis_KH is not None:
+                state["analysis"] = copy_of(basis.analysis_KH)
         return state
 
     def take(self, own: State) -> None:
@@ -452,13 +518,17 @@ class Transform(Compressor):
             setattr(self, name, int(own.get(name, 0)))
         if "moments" in own:
             self._moments_HH = torch.as_tensor(own["moments"])
+        if "gradients" in own:
+            self._gradients_HH = torch.as_tensor(own["gradients"])
         if "codes" in own:
             self._mean_square = float(own["mean_square"])
             self.basis = _Basis(
                 number=int(own["number"]),
                 mean_H=torch.as_tensor(own["mean"]),
                 codes_KH=torch.as_tensor(own["codes"]),
+                sizes_K=torch.as_tensor(own["sizes"]),
                 classes_K=torch.as_tensor(own["classes"]),
+                analysis_KH=torch.as_tensor(own["analysis"]) if "analysis" in own else None,
             )
 
 
@@ -532,22 +602,24 @@ def _alone_head(
 
 def _unpacked(rest: Bytes, number: int, num_rows: int, num_features: int) -> tuple[_Basis, Bytes]:
     """Return the basis at the start of a message, and what follows. Raises FrameError."""
-    sizes = np.cumsum([4 * num_features, num_rows, num_rows * num_features])
-    if not 1 <= num_rows <= num_features or len(rest) < sizes[-1]:
+    ends = np.cumsum([4 * num_features, 4 * num_rows, num_rows, num_rows * num_features])
+    if not 1 <= num_rows <= num_features or len(rest) < ends[-1]:
         raise FrameError(
             f"a basis of {num_rows} components for {num_features} features in {len(rest)} bytes"
         )
-    own = torch.from_numpy(rest[: sizes[-1]].copy())
-    mean_H = own[: sizes[0]].view(torch.float32)
-    classes_K = own[sizes[0] : sizes[1]]
-    codes_KH = own[sizes[1] :].view(torch.int8).view(num_rows, num_features)
-    # A sender of another owner's may write anything: components are divided by their length.
-    if not mean_H.isfinite().all() or not codes_KH.any(1).all():
-        raise FrameError("a basis with a component of length 0, or a mean that is not finite")
+    own = torch.from_numpy(rest[: ends[-1]].copy())
+    mean_H = own[: ends[0]].view(torch.float32)
+    sizes_K = own[ends[0] : ends[1]].view(torch.float32)
+    classes_K = own[ends[1] : ends[2]]
+    codes_KH = own[ends[2] :].view(torch.int8).view(num_rows, num_features)
+    # A sender of another owner's may write anything.
+    if not mean_H.isfinite().all() or not sizes_K.isfinite().all():
+        raise FrameError("a basis with a mean or a component that is not finite")
     # Classes are ranges of columns for the entropy code, which reads by them what follows.
     if (classes_K.diff() < 0).any() or int(classes_K[-1]) >= _NUM_CLASSES:
         raise FrameError("components of a basis are not in the order of their classes")
-    return _Basis(number, mean_H, codes_KH, classes_K=classes_K), rest[sizes[-1] :]
+    basis = _Basis(number, mean_H, codes_KH=codes_KH, sizes_K=sizes_K, classes_K=classes_K)
+    return basis, rest[ends[-1] :]
 
 
 def _classes(sd_C: npt.NDArray[Any]) -> Bytes:

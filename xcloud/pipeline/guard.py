@@ -18,6 +18,7 @@ class Guard:
         self.fields = channel.fields
         self.identity = channel.identity
         self.send_start = channel.send_start
+        self.learn_from_gradients = channel.learn_from_gradients
         self._channel = channel
         self._defence = defence
         # Not drawn from the run's seed: the receiver knows that one too.

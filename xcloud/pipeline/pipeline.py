@@ -327,6 +327,7 @@ class Pipeline:
         # The gradient has as many rows of each sample, so the counts do not cross again.
         known = _integers(work.send)
         gradients = port.backward_in[peer].recv(now.key(action), work.batch, known)
+        port.forward_out[peer].learn_from_gradients(now.step, gradients)
         with self.clock.during("backward"):
             pairs = [(work.send[f.name], gradients[f.name]) for f in port.boundary.gradient_fields]
             # Of what depends on nothing that is trained no gradient is wanted.
