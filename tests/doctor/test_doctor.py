@@ -26,7 +26,7 @@ from tests.owners import TwoOwners, copy_keys, keys_of
 from tests.runs import free_port
 from xcloud.__main__ import main
 from xcloud.base.errors import ConfigError, FrameError, LinkError
-from xcloud.doctor import lines, machine, talk
+from xcloud.doctor import command, lines, machine, talk
 from xcloud.doctor.case import Case
 from xcloud.doctor.command import examine, read_case
 from xcloud.doctor.finding import Finding, FindingState, ok
@@ -648,6 +648,16 @@ def test_the_command_prints_a_table_or_json_and_fails_where_something_is_red(
     Settings.of(composed("+exp=abnet_iwslt")).write(case.file)
     assert main(words) == 1
     assert "write it with cluster/wan=sealed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("states", "code"), [("", 0), ("ok warn", 0), ("ok red", 1), ("red", 1)])
+def test_the_command_fails_where_a_finding_is_red_alone(
+    states: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    findings = [Finding(state, FindingState(state), fact="a fact") for state in states.split()]
+    monkeypatch.setattr(command, "read_case", Mock())
+    monkeypatch.setattr(command, "examine", lambda *_, **__: findings)
+    assert main(["doctor", "experiment.yaml", "--json"]) == code
 
 
 @pytest.fixture

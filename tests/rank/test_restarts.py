@@ -23,7 +23,11 @@ from xcloud.net.link_end import InSettings, OutSettings
 from xcloud.net.link_profile import LinkWindow
 from xcloud.net.transport import Rendezvous, rendezvous_store
 from xcloud.rank import restarts
-from xcloud.rank.restarts import attempt_of, rendezvous_under_torchrun
+from xcloud.rank.restarts import (
+    attempt_of,
+    rendezvous_at_any_time,
+    rendezvous_under_torchrun,
+)
 from xcloud.rank.role import is_needed
 from xcloud.record.files import rank_file
 
@@ -108,6 +112,19 @@ def test_rank_0_serves_the_store_where_torchruns_agent_does_not(
     for rank in (0, 1):
         rendezvous_under_torchrun(job, rank, tmp_path, detector=Mock(), say=print)
     assert served == serves
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_alone_serves_the_store_of_ranks_that_begin_at_any_time(
+    rank: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    store_of = Mock()
+    store_of.return_value.add.return_value = 1
+    monkeypatch.setattr(restarts, "store_at", store_of)
+    assert rendezvous_at_any_time(Mock(), rank, tmp_path).beginning == 1
+    assert store_of.call_args.kwargs["serves"] is (rank == 0)
 
 
 @pytest.mark.parametrize("first_to_come", [1, 2])
