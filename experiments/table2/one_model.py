@@ -44,6 +44,10 @@ ROWS = {
     "fp16+int8": [*CLOUD, "compression=fp16_int8"],
     "fp16(svd(0.4))+int8": [*SVD, "compression.forward.svd.rate=0.4"],
     "fp16(svd(0.8))+int8": [*SVD, "compression.forward.svd.rate=0.8"],
+    "transform 0.4 + 2.0": [
+        *CLOUD, "compression=transform", "compression.forward.step=0.4",
+        "compression.backward.step=2.0",
+    ],
     "Transformer, dropout 0.2": [*TRANSFORMER, DROPOUT],
     "ABNet-Local, dropout 0.2": [*LOCAL, DROPOUT],
     "Transformer, dropout 0.2, twice the updates": [*TRANSFORMER, DROPOUT, TWICE],
